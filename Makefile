@@ -1,0 +1,49 @@
+# Every target does its own set-up from nothing but python3 (3.11 or newer).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+STAMPS := $(VENV)/.stamps
+
+.PHONY: help setup demo test test-slow check format bench mutate docs clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rolecall needs Python 3.11 or newer; set PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/dev: $(STAMPS)/venv pyproject.toml constraints.txt
+	$(PIP) torch
+	$(PIP) -e '.[dev,lora]'
+	@touch $@
+
+$(STAMPS)/mutate: $(STAMPS)/dev
+	$(PIP) -e '.[mutate]'
+	@touch $@
+
+setup: $(STAMPS)/dev  ## the environment in .venv
+
+test: $(STAMPS)/dev  ## the default test suite
+	$(BIN)/pytest
+
+test-slow: $(STAMPS)/dev  ## tests that take minutes or a downloaded model
+	$(BIN)/pytest -m slow --timeout=3000
+
+check: $(STAMPS)/dev  ## lint, types, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+format: $(STAMPS)/dev  ## put the code into its form
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMPS)/dev  ## the benchmarks, each with its ratio
+	$(BIN)/python benchmarks/gae.py
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis mutants

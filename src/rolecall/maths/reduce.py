@@ -1,0 +1,144 @@
+"""Masked sums, means, variances and whitening, and the five ways to turn per-position values into one number."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from rolecall.maths.checks import check_choice, check_mask, keep
+
+
+def masked_sum(
+    x: Shaped[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], dim: int | None = None
+) -> Shaped[Tensor, "..."]:
+    """Sum of x over the positions that count."""
+    check_mask(mask, x=x)
+    return keep(mask, x).sum() if dim is None else keep(mask, x).sum(dim)
+
+
+def masked_mean(
+    x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], dim: int | None = None
+) -> Float[Tensor, "..."]:
+    """Mean of x over the positions that count; 0 where none does."""
+    count = mask.sum() if dim is None else mask.sum(dim)
+    return masked_sum(x, mask, dim) / count.clamp(min=1)
+
+
+def masked_var(
+    x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], dim: int | None = None
+) -> Float[Tensor, "..."]:
+    """Biased variance (divides by the count, not the count - 1) over the positions that count; 0 where none does."""
+    mean = masked_mean(x, mask, dim)
+    centred = keep(mask, x) - (mean if dim is None else mean.unsqueeze(dim))
+    return masked_mean(centred.square(), mask, dim)
+
+
+def masked_moments(
+    x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], *, all_sum: Callable[[Tensor], Tensor] = lambda t: t
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """Mean and biased variance over the positions that count on all ranks.
+
+    `all_sum` adds a tensor over ranks. Two passes, so a large mean does not eat the variance.
+    """
+    check_mask(mask, x=x)
+    count, total = all_sum(torch.stack([mask.sum().to(x.dtype), masked_sum(x, mask)])).unbind()
+    mean = total / count.clamp(min=1)
+    squares = all_sum(masked_sum((keep(mask, x) - mean).square(), mask))
+    return mean, squares / count.clamp(min=1)
+
+
+def masked_whiten(
+    x: Float[Tensor, "*shape"],
+    mask: Bool[Tensor, "*shape"],
+    *,
+    shift_mean: bool = True,
+    moments: tuple[Float[Tensor, ""], Float[Tensor, ""]] | None = None,
+    eps: float = 1e-8,
+) -> Float[Tensor, "*shape"]:
+    """Scale x to unit variance over the positions that count, and to zero mean unless `shift_mean` is False.
+
+        (x - mean) / sqrt(var + eps)   [+ mean]
+
+    Biased variance, as AlpacaFarm. `moments` = (mean, var) from `masked_moments` over all ranks. A constant x becomes 0
+    (or stays, without the shift).
+    """
+    mean, var = masked_moments(x, mask) if moments is None else moments
+    scaled = (keep(mask, x) - mean) * torch.rsqrt(var + eps)
+    return keep(mask, scaled if shift_mean else scaled + mean)
+
+
+def token_count(mask: Bool[Tensor, "batch time"]) -> Float[Tensor, ""]:
+    """Positions that count."""
+    return mask.sum().double()
+
+
+def sequence_count(mask: Bool[Tensor, "batch time"]) -> Float[Tensor, ""]:
+    """Sequences with at least one position that counts: an all-untrained row is in no denominator."""
+    return mask.any(dim=1).sum().double()
+
+
+def _token_sum(x: Tensor, mask: Tensor) -> Tensor:
+    return keep(mask, x).sum()
+
+
+def _sum_of_row_means(x: Tensor, mask: Tensor) -> Tensor:
+    return masked_mean(x, mask, dim=1).sum()
+
+
+def _one(mask: Tensor) -> Tensor:
+    return torch.ones((), dtype=torch.float64, device=mask.device)
+
+
+# mode: (what is summed, what it is divided by)
+_MODES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "token-mean": (_token_sum, token_count),
+    "token-sum": (_token_sum, _one),
+    "seq-mean-token-mean": (_sum_of_row_means, sequence_count),
+    "seq-mean-token-sum": (_token_sum, sequence_count),
+    "seq-mean-token-sum-norm": (_token_sum, sequence_count),
+}
+MODES = tuple(_MODES)
+
+
+def denominator_of(mask: Bool[Tensor, "batch time"], *, mode: str) -> Float[Tensor, ""]:
+    """What `aggregate` divides by for this mask, so that it can be summed over micro-batches and ranks beforehand."""
+    check_choice("mode", mode, MODES)
+    check_mask(mask)
+    return _MODES[mode][1](mask)
+
+
+def aggregate(
+    per_position: Float[Tensor, "batch time"],
+    mask: Bool[Tensor, "batch time"],
+    *,
+    mode: str,
+    denominator: Float[Tensor, ""] | float | None = None,
+    norm: float | None = None,
+) -> Float[Tensor, ""]:
+    """Reduce per-position values to one number.
+
+    | mode                    | numerator                    | denominator, and its unit                             |
+    |-------------------------|------------------------------|-------------------------------------------------------|
+    | token-mean              | sum over positions           | positions that count                                  |
+    | token-sum               | sum over positions           | 1                                                     |
+    | seq-mean-token-mean     | sum over rows of row means   | sequences with a position that counts                 |
+    | seq-mean-token-sum      | sum over positions           | sequences with a position that counts                 |
+    | seq-mean-token-sum-norm | sum over positions / norm    | sequences with a position that counts (Dr. GRPO)      |
+
+    Pass `denominator` (in the mode's unit, from `denominator_of` summed over micro-batches and ranks) and the pieces
+    add up to the whole. `norm` is a constant length, used by seq-mean-token-sum-norm only. With nothing to count the
+    result is 0.
+    """
+    check_choice("mode", mode, MODES)
+    check_mask(mask, per_position=per_position)
+    if (norm is not None) != (mode == "seq-mean-token-sum-norm"):
+        raise ValueError(
+            f"norm (a constant length) belongs to mode 'seq-mean-token-sum-norm', got norm={norm} with mode {mode!r}"
+        )
+    numerator, count = _MODES[mode]
+    if denominator is None:
+        denominator = count(mask)
+    divisor = torch.as_tensor(denominator, dtype=torch.float64, device=mask.device)
+    divisor = torch.where(divisor > 0, divisor, 1.0) * (1.0 if norm is None else norm)
+    return numerator(per_position, mask) / divisor.to(per_position.dtype)

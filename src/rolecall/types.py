@@ -1,0 +1,295 @@
+"""The records that travel between layers: requests, completions, trajectories, episodes, groups, batches.
+
+Alignment, everywhere: index t means token t. `logprobs[t]` is log p(token t | tokens before t). `values[t]` is V before
+token t, read from the hidden state at t - 1. Nothing is shifted by one anywhere else.
+
+One sequence is plain Python (tuples: comparable, picklable, really frozen); a `Batch` is tensors. Records check their
+lengths when they are made, so that a misaligned one never exists.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from math import isnan
+
+import torch
+from torch import Tensor
+
+
+class Finish(StrEnum):
+    """Why an answer or episode ended."""
+
+    STOP = "stop"
+    """The policy chose a stop id; it is the last token."""
+    STOP_STRING = "stop_string"
+    """The text ended with a stop string; its tokens are content."""
+    LENGTH = "length"
+    """Cut off: max_new_tokens or the context was used up."""
+    TOOL = "tool"
+    """Ended with a tool call; the episode goes on."""
+    MAX_TURNS = "max_turns"
+    """Cut off: no turns left."""
+    TIMEOUT = "timeout"
+    """Cut off: no time left."""
+    ENVIRONMENT = "environment"
+    """The environment ended the episode."""
+    ABORT = "abort"
+    """Broken off by an error; recorded and counted, never trained."""
+
+    @property
+    def truncated(self) -> bool:
+        """Cut off by a limit rather than ended by the policy or the environment."""
+        return self in (Finish.LENGTH, Finish.MAX_TURNS, Finish.TIMEOUT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How to draw tokens."""
+
+    temperature: float = 1.0
+    """0 is greedy. Log-probs are of the tempered distribution (of temperature 1 when greedy)."""
+    top_k: int | None = None
+    """Draw from the k most likely tokens only."""
+    top_p: float | None = None
+    """Draw from the smallest set of most likely tokens whose probability reaches p."""
+    min_p: float | None = None
+    """Draw only from tokens at least min_p times as likely as the most likely one."""
+    max_new_tokens: int = 256
+    """The stop token counts."""
+    stop_ids: tuple[int, ...] | None = None
+    """None: the model's own. Empty: none, every answer runs to its limit."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end an answer; their tokens stay in it."""
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+        if self.max_new_tokens < 1:
+            raise ValueError(
+                f"max_new_tokens must be at least 1, got {self.max_new_tokens}; an answer has at least one token"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}; leave it out to draw from all tokens")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
+
+    @property
+    def cuts_support(self) -> bool:
+        """True if some tokens can never be drawn, so that the behaviour policy is not the one that is trained."""
+        return self.top_k is not None or (self.top_p is not None and self.top_p < 1) or bool(self.min_p)
+
+    @property
+    def scoring_temperature(self) -> float:
+        """The temperature at which log-probs are computed: greedy answers are scored at 1."""
+        return self.temperature if self.temperature > 0 else 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A prompt to answer n times.
+
+    Every random number of a completion is a function of (seed, step, prompt, sample, position), where position is the
+    token's index in the whole sequence; the engine keeps no random state.
+    """
+
+    prompt_ids: tuple[int, ...]
+    """Everything before the answer: the prompt, or the conversation so far."""
+    sampling: Sampling
+    """How to draw."""
+    n: int = 1
+    """How many answers."""
+    seed: int = 0
+    """The run's seed."""
+    step: int = 0
+    """The training step; another step draws other numbers."""
+    prompt: int = 0
+    """Which prompt of the step this is."""
+    first_sample: int = 0
+    """The number of the first answer; the others count on from it."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise ValueError(f"prompt {self.prompt} is empty: a language model needs at least one token to go on from")
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1 answer, got {self.n}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """One sampled answer, as the engine knows it."""
+
+    ids: tuple[int, ...]
+    """The sampled tokens, the stop token included."""
+    behaviour_logprobs: tuple[float, ...]
+    """log p of each token under the full tempered distribution it was drawn from."""
+    finish: Finish
+    """Why it ended."""
+    policy_version: int
+    """The weights that sampled it."""
+    prompt: int
+    """The request's prompt number."""
+    sample: int
+    """Which of the request's answers this is."""
+    seed: int
+    """The request's seed."""
+
+    def __post_init__(self) -> None:
+        _check_lengths("completion", len(self.ids), behaviour_logprobs=self.behaviour_logprobs)
+        if self.finish is Finish.STOP and not self.ids:
+            raise ValueError("a completion that was stopped by an id holds at least that stop token")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory:
+    """One agent's positions, from the first prompt token to the last token it saw or chose."""
+
+    ids: tuple[int, ...]
+    """Token ids, prompt included."""
+    roles: tuple[int, ...]
+    """One `maths.roles.Role` per token, written where the token was born."""
+    behaviour_logprobs: tuple[float, ...] | None = None
+    """log p of each token when it was sampled; NaN where the policy did not sample. None for demonstrations."""
+    author: str = "policy"
+    """Who chose the content: "policy", "demonstrator", or the name of another model."""
+    agent: str = "agent"
+    """Which agent of the episode this is."""
+    episode: int = 0
+    """Number of the episode within its group."""
+    group: int = 0
+    """Number of the group: answers to one prompt share it."""
+    turns: tuple[tuple[int, int], ...] = ()
+    """[start, end) of each turn the policy wrote, in order."""
+    scores: Mapping[str, float | None] = field(default_factory=dict)
+    """Score by part (the reward's name). None: it failed, which is not 0."""
+    finish: Finish = Finish.STOP
+    """Why it ended."""
+    policy_version: int = 0
+    """The weights that sampled it."""
+    behaviour_prompt_ids: tuple[int, ...] | None = None
+    """The prompt the behaviour saw, if it differs from the one trained on."""
+
+    def __post_init__(self) -> None:
+        _check_lengths("trajectory", len(self.ids), roles=self.roles, behaviour_logprobs=self.behaviour_logprobs)
+        if not self.ids:
+            raise ValueError("a trajectory holds at least one token")
+        for start, end in self.turns:
+            if not 0 <= start <= end <= len(self.ids):
+                raise ValueError(f"turn [{start}, {end}) does not lie within the trajectory's {len(self.ids)} tokens")
+
+    @property
+    def sampled(self) -> tuple[bool, ...]:
+        """True at tokens that carry a behaviour log-prob."""
+        if self.behaviour_logprobs is None:
+            return (False,) * len(self.ids)
+        return tuple(not isnan(logprob) for logprob in self.behaviour_logprobs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Episode:
+    """One run of a task: one trajectory, or several where there are several agents or the context was cut."""
+
+    trajectories: tuple[Trajectory, ...]
+
+    def __post_init__(self) -> None:
+        if not self.trajectories:
+            raise ValueError("an episode holds at least one trajectory")
+        if len({(t.group, t.episode) for t in self.trajectories}) > 1:
+            raise ValueError("the trajectories of an episode must carry the same group and episode number")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The episodes that answer one prompt, to be compared with each other."""
+
+    episodes: tuple[Episode, ...]
+
+    def __post_init__(self) -> None:
+        if not self.episodes:
+            raise ValueError("a group holds at least one episode")
+        if len({episode.trajectories[0].group for episode in self.episodes}) > 1:
+            raise ValueError("the episodes of a group must carry the same group number")
+
+    @property
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """All trajectories of all episodes, in order."""
+        return tuple(t for episode in self.episodes for t in episode.trajectories)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Trajectories as a rectangle. Fields are [batch, time] or [batch]; None means not computed.
+
+    Positions that do not train may hold anything, NaN included.
+    """
+
+    ids: Tensor
+    """[batch, time] int64. Whatever the padding holds is never looked at."""
+    roles: Tensor
+    """[batch, time] uint8, `maths.roles.Role`."""
+    groups: Tensor
+    """[batch] int64."""
+    verdicts: Tensor | None = None
+    """[batch, time] uint8, `maths.roles.Verdict`."""
+    behaviour_logprobs: Tensor | None = None
+    """[batch, time]: who sampled it."""
+    old_logprobs: Tensor | None = None
+    """[batch, time]: the policy at the start of the update."""
+    ref_logprobs: Tensor | None = None
+    """[batch, time]: the frozen reference."""
+    values: Tensor | None = None
+    """[batch, time]: the critic at the start of the update."""
+    rewards: Tensor | None = None
+    """[batch, time]: score and KL part, on eligible positions."""
+    advantages: Tensor | None = None
+    """[batch, time]."""
+    returns: Tensor | None = None
+    """[batch, time]: what the critic is fitted to."""
+    weights: Tensor | None = None
+    """[batch, time]: importance weights; None is 1 everywhere."""
+    scores: Tensor | None = None
+    """[batch]: NaN where the reward failed."""
+    policy_versions: Tensor | None = None
+    """[batch] int64: the weights that sampled each row."""
+
+    def __post_init__(self) -> None:
+        if self.ids.dim() != 2:
+            raise ValueError(f"ids must be [batch, time], got shape {tuple(self.ids.shape)}")
+        for name, tensor in self.tensors():
+            expected = self.ids.shape[:1] if name in _PER_ROW else self.ids.shape
+            if tensor.shape != expected:
+                raise ValueError(f"batch.{name} has shape {tuple(tensor.shape)}, expected {tuple(expected)} to fit ids")
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The fields that are computed, by name."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is not None:
+                yield f.name, value
+
+    def rows(self, index: Tensor | slice) -> "Batch":
+        """The chosen rows, in the given order."""
+        return replace(self, **{name: tensor[index] for name, tensor in self.tensors()})
+
+    def trimmed(self, time: int) -> "Batch":
+        """The first `time` positions of every row."""
+        return replace(self, **{name: t if name in _PER_ROW else t[:, :time] for name, t in self.tensors()})
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same batch on another device."""
+        return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors()})
+
+
+_PER_ROW = frozenset({"groups", "scores", "policy_versions"})
+
+
+def _check_lengths(what: str, length: int, **parts: tuple[object, ...] | None) -> None:
+    for name, part in parts.items():
+        if part is not None and len(part) != length:
+            raise ValueError(
+                f"{what}: {name} has {len(part)} entries but there are {length} ids; index t must mean token t"
+            )

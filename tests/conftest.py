@@ -1,0 +1,26 @@
+"""Shape checks for the whole suite: every annotation in `rolecall.maths` is enforced by jaxtyping and beartype."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from jaxtyping import install_import_hook
+
+install_import_hook("rolecall.maths", "beartype.beartype")
+
+import jaxtyping
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("repeatable")
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def users_view():
+    """Shape checks off, so that a wrong call meets the sentence a user would read."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
