@@ -108,12 +108,16 @@ class Request:
     """Which prompt of the step this is."""
     first_sample: int = 0
     """The number of the first answer; the others count on from it."""
+    conversation: str | None = None
+    """A name under which an engine may keep this answer's cache for the next turn; needs n = 1."""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             raise ValueError(f"prompt {self.prompt} is empty: a language model needs at least one token to go on from")
         if self.n < 1:
             raise ValueError(f"n must be at least 1 answer, got {self.n}")
+        if self.conversation is not None and self.n != 1:
+            raise ValueError(f"conversation {self.conversation!r} asks for n={self.n} answers; a conversation has one")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

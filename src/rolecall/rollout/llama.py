@@ -1,0 +1,263 @@
+"""The forward pass of Llama-family decoders with a preallocated cache, for sampling only: no autograd, no dropout.
+
+Covers Llama, SmolLM, Qwen2, Qwen3 and Mistral: RMSNorm, rotary positions, grouped queries, gated SiLU, optional biases
+and per-head query/key norms. Numbers follow transformers' modules (norms in fp32, rotary in the weights' dtype), so that
+log-probs agree with the trainer's.
+
+Shapes: rows are sequences in the cache's slots 0..rows-1; a step feeds one token to each of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from rolecall.rollout.engine import weights_hash
+
+_MODEL_TYPES = frozenset({"llama", "qwen2", "qwen3", "mistral"})
+
+
+def unsupported(config: Any) -> str | None:
+    """Why this decoder cannot run a model of that configuration, or None if it can."""
+    if config.model_type not in _MODEL_TYPES:
+        return f"its architecture is {config.model_type}"
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}"
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < config.max_position_embeddings:
+        return f"it attends over a sliding window of {window} tokens"
+    if "dynamic" in str((config.rope_parameters or {}).get("rope_type")) or "longrope" in str(config.rope_parameters):
+        return "its rotary frequencies change with the length"
+    return None
+
+
+class Linear:
+    """y = x W^T + b, with W packed for oneDNN where this build of torch has the (private) operators for it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.bias = bias
+        self.out_features = weight.shape[0]
+        self.weight: Tensor | None = weight
+        self.packed = _pack(weight)
+        if self.packed is not None:
+            self.weight = None  # the packed copy is all that is needed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.weight is not None:
+            return F.linear(x, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def _pack(weight: Tensor) -> Tensor | None:
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+        return None
+    try:
+        return torch.ops.mkldnn._reorder_linear_weight(weight, 32)
+    except RuntimeError:  # this CPU has no kernel for the dtype
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """The weights of one decoder layer, projections of the same input joined."""
+
+    input_norm: Tensor
+    qkv: Linear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    out: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class KVCache:
+    """Keys and values of `slots` sequences of up to `length` tokens, all layers."""
+
+    def __init__(self, *, layers: int, slots: int, heads: int, length: int, width: int, dtype: torch.dtype) -> None:
+        self.slots, self.length = slots, length
+        self.data = torch.zeros(layers, 2, slots, heads, length, width, dtype=dtype)
+
+    def put(self, slot: int, kv: Float[Tensor, "layers 2 heads time width"]) -> None:
+        """Write a prefix into a slot."""
+        self.data[:, :, slot, :, : kv.shape[3]] = kv
+
+    def get(self, slot: int, length: int) -> Float[Tensor, "layers 2 heads time width"]:
+        """A copy of a slot's first `length` tokens."""
+        return self.data[:, :, slot, :, :length].clone()
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Move a sequence to another slot."""
+        self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
+
+
+class LlamaDecoder:
+    """Weights and forward passes. Holds no sequence state: caches belong to the caller."""
+
+    def __init__(self, model: Any, *, dtype: torch.dtype) -> None:
+        config = model.config
+        reason = unsupported(config)
+        if reason is not None:
+            raise ValueError(f"the native engine cannot run this model: {reason}; use the hf engine")
+        self.dtype = dtype
+        self.layer_count: int = config.num_hidden_layers
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.eps: float = config.rms_norm_eps
+        self.vocabulary: int = config.vocab_size
+        rotary = model.get_decoder().rotary_emb
+        self._frequencies: Tensor = rotary.inv_freq.detach().clone().float()
+        self._rotary_scale: float = rotary.attention_scaling
+        self._table = torch.zeros(2, 0, self.head_dim // 2)
+        self.layers: list[Layer] = []
+
+    def load(self, weights: Mapping[str, Tensor]) -> str:
+        """Take a copy of the weights in this decoder's dtype and return the hash of that copy."""
+        own = {name: tensor.detach().to(self.dtype, copy=True) for name, tensor in weights.items()}
+        digest = weights_hash(own, self.dtype)
+        self.embedding = own.pop("model.embed_tokens.weight")
+        self.norm = own.pop("model.norm.weight")
+        self.head = Linear(own.pop("lm_head.weight", self.embedding), None)
+        self.layers = [self._layer(own, f"model.layers.{i}.") for i in range(self.layer_count)]
+        if own:
+            raise ValueError(
+                f"the native engine does not know the weights {', '.join(sorted(own)[:3])}; use the hf engine"
+            )
+        return digest
+
+    @staticmethod
+    def _layer(own: dict[str, Tensor], prefix: str) -> Layer:
+        def join(block: str, *names: str) -> Linear:
+            parts = [f"{prefix}{block}.{name}_proj" for name in names]
+            weight = torch.cat([own.pop(f"{part}.weight") for part in parts])
+            biases = [own.pop(f"{part}.bias", None) for part in parts]
+            return Linear(weight, torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None)
+
+        return Layer(
+            input_norm=own.pop(prefix + "input_layernorm.weight"),
+            qkv=join("self_attn", "q", "k", "v"),
+            query_norm=own.pop(prefix + "self_attn.q_norm.weight", None),
+            key_norm=own.pop(prefix + "self_attn.k_norm.weight", None),
+            out=join("self_attn", "o"),
+            post_norm=own.pop(prefix + "post_attention_layernorm.weight"),
+            gate_up=join("mlp", "gate", "up"),
+            down=join("mlp", "down"),
+        )
+
+    def cache(self, *, slots: int, length: int) -> KVCache:
+        """An empty cache for this model."""
+        return KVCache(
+            layers=self.layer_count,
+            slots=slots,
+            heads=self.kv_heads,
+            length=length,
+            width=self.head_dim,
+            dtype=self.dtype,
+        )
+
+    def bytes_per_token(self) -> int:
+        """What one token of one sequence takes in a cache."""
+        return 2 * self.layer_count * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    def logits(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
+        """Raw logits."""
+        return self.head(hidden)
+
+    def step(
+        self, tokens: Int[Tensor, "rows"], lengths: Int[Tensor, "rows"], cache: KVCache
+    ) -> Float[Tensor, "rows width"]:
+        """Feed one token to each of the first rows of the cache, `lengths` tokens long so far; hidden states after it."""
+        rows, reach = len(tokens), int(lengths.max()) + 1
+        index = torch.arange(rows)
+        hole = torch.arange(reach) > lengths[:, None]
+        mask = torch.zeros(rows, 1, reach).masked_fill_(hole[:, None], -torch.inf) if bool(hole.any()) else None
+        cos, sin = self._rotation(lengths)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = cache.data[layer, 0], cache.data[layer, 1]
+            keys[index, :, lengths] = k.squeeze(1)
+            values[index, :, lengths] = v.squeeze(1)
+            keys = keys[:rows, :, :reach].flatten(0, 1)
+            values = values[:rows, :, :reach].flatten(0, 1)
+            # Queries that share a key head are the rows of one small product.
+            grouped = q.view(rows * self.kv_heads, -1, self.head_dim)
+            scores = torch.bmm(grouped, keys.transpose(1, 2)).view(rows, self.heads, reach)
+            scores = (scores if scores.dtype == torch.float64 else scores.float()).mul_(self.head_dim**-0.5)
+            if mask is not None:
+                scores.add_(mask)
+            weights = scores.softmax(-1).to(q.dtype)
+            return torch.bmm(weights.view(rows * self.kv_heads, -1, reach), values).view(rows, 1, -1)
+
+        return self._run(self.embedding[tokens][:, None], cos[:, None], sin[:, None], attend).squeeze(1)
+
+    def prefill(
+        self, ids: Int[Tensor, "rows time"], past: Float[Tensor, "layers 2 heads start width"] | None = None
+    ) -> tuple[Float[Tensor, "rows time width"], Float[Tensor, "layers 2 rows heads time width"]]:
+        """Hidden states and keys/values of whole prompts, right-padded (causal, so padding behind changes nothing).
+
+        With `past`, one row that goes on from a cached prefix.
+        """
+        rows, time = ids.shape
+        start = 0 if past is None else past.shape[3]
+        cos, sin = self._rotation(torch.arange(start, start + time))
+        kept = torch.empty(self.layer_count, 2, rows, self.kv_heads, time, self.head_dim, dtype=self.dtype)
+        behind = None
+        if past is not None:
+            behind = torch.arange(start + time) <= torch.arange(start, start + time)[:, None]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            kept[layer, 0], kept[layer, 1] = k, v
+            if past is not None:
+                k, v = torch.cat([past[layer, 0][None], k], 2), torch.cat([past[layer, 1][None], v], 2)
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=behind, is_causal=past is None, enable_gqa=self.heads != self.kv_heads
+            )
+            return mixed.transpose(1, 2).reshape(rows, time, -1)
+
+        return self._run(self.embedding[ids], cos, sin, attend), kept
+
+    def _run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Any) -> Tensor:
+        """All layers over x [rows, time, width]; cos and sin broadcast over heads."""
+        rows, time, _ = x.shape
+        cos, sin = cos[..., None, :], sin[..., None, :]
+        turned = self.heads + self.kv_heads
+        for i, layer in enumerate(self.layers):
+            qkv = layer.qkv(self._normed(x, layer.input_norm)).view(rows, time, -1, self.head_dim)
+            q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+            if layer.query_norm is not None and layer.key_norm is not None:
+                q, k = self._normed(q, layer.query_norm), self._normed(k, layer.key_norm)
+                q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+            else:
+                q, k = _rotated(qkv[:, :, :turned], cos, sin).split([self.heads, self.kv_heads], dim=2)
+            x = x + layer.out(attend(i, q.contiguous() if time == 1 else q, k, v))
+            gate, up = layer.gate_up(self._normed(x, layer.post_norm)).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate) * up)
+        return self._normed(x, self.norm)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        if x.dtype != torch.bfloat16:
+            return F.rms_norm(x, weight.shape, weight, self.eps)
+        return weight * F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype)
+
+    def _rotation(self, positions: Int[Tensor, "n"]) -> tuple[Tensor, Tensor]:
+        """cos and sin [n, head_dim / 2] of the rotary angles at these positions."""
+        reach = int(positions.max()) + 1
+        if reach > self._table.shape[1]:
+            angles = torch.arange(2 * reach, dtype=torch.float32)[:, None] * self._frequencies
+            self._table = (torch.stack([angles.cos(), angles.sin()]) * self._rotary_scale).to(self.dtype)
+        cos, sin = self._table[:, positions]
+        return cos, sin
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the two halves of each head's vector: (a, b) -> (a cos - b sin, b cos + a sin)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

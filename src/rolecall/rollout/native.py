@@ -1,0 +1,236 @@
+"""The native engine: continuous batching over a preallocated cache, for Llama-family models.
+
+Each prompt is prefilled once, whatever its number of samples. Rows that finish leave and waiting ones enter, so a batch
+of ragged answers costs what its tokens cost. A conversation's cache is kept between turns, so a turn pays for its new
+tokens only.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rolecall.rollout.engine import check_requests, in_order
+from rolecall.rollout.llama import KVCache, LlamaDecoder
+from rolecall.rollout.sampler import Drawn, draw, row_key, uniforms
+from rolecall.rollout.stops import StopRule
+from rolecall.types import Completion, Finish, Request
+
+_PREFILL_TOKENS = 4096
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A request that waits, its prefilled state once there is one, and how many samples were let in."""
+
+    request: Request
+    stops: StopRule
+    length: int
+    started: int = 0
+    kv: Tensor | None = None
+    hidden: Tensor | None = None
+
+
+@dataclass(slots=True)
+class _Row:
+    """An answer in the making; its place in the list is its slot in the cache."""
+
+    prompt: _Prompt
+    sample: int
+    key: int
+    length: int
+    """Tokens in the cache."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class NativeEngine:
+    """Samples from a copy of the model's weights in `dtype`. See `rollout.engine.Engine`."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        stop_ids: Sequence[int],
+        context_length: int,
+        dtype: torch.dtype | None = None,
+        version: int = 0,
+        max_rows: int = 64,
+        cache_bytes: int = 2 * 2**30,
+    ) -> None:
+        """`max_rows` answers grow at a time, fewer if their cache would take more than `cache_bytes`."""
+        self.tokenizer = tokenizer
+        self.stop_ids = tuple(stop_ids)
+        self.context_length = context_length
+        self.max_rows, self.cache_bytes = max_rows, cache_bytes
+        self._decoder = LlamaDecoder(model, dtype=dtype or model.dtype)
+        self._cache: KVCache | None = None
+        self._conversations: OrderedDict[str, tuple[tuple[int, ...], Tensor]] = OrderedDict()
+        self.load(dict(model.named_parameters()), version)
+
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Take new weights. What was cached under the old ones is dropped."""
+        self._hash = self._decoder.load(weights)
+        self._conversations.clear()
+        self.version = version
+
+    def hash(self) -> str:
+        """The fingerprint of the weights in use."""
+        return self._hash
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """All answers, in the order of the requests and of their samples."""
+        return in_order(requests, self.stream(requests))
+
+    @torch.inference_mode()
+    def stream(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """Answers as they end."""
+        check_requests(requests, context_length=self.context_length, vocabulary=self._decoder.vocabulary)
+        waiting = deque(
+            _Prompt(r, StopRule.of(r.sampling, self.stop_ids, self.tokenizer), len(r.prompt_ids)) for r in requests
+        )
+        if not waiting:
+            return
+        cache = self._cache_for(requests)
+        rows: list[_Row] = []
+        hidden = self._admit(waiting, rows, cache)
+        while rows:
+            drawn = self._draw(rows, hidden)
+            ended = self._extend(rows, drawn)
+            for slot, finish in reversed(ended):
+                yield self._leave(rows, slot, finish, cache)
+            hidden = hidden[:0]
+            if rows:
+                tokens = torch.tensor([row.ids[-1] for row in rows])
+                lengths = torch.tensor([row.length for row in rows])
+                hidden = self._decoder.step(tokens, lengths, cache)
+                for row in rows:
+                    row.length += 1
+            hidden = torch.cat([hidden, self._admit(waiting, rows, cache)])
+
+    def _cache_for(self, requests: Sequence[Request]) -> KVCache:
+        """The cache of the last call if it is large enough, else a new one."""
+        length = max(min(len(r.prompt_ids) + r.sampling.max_new_tokens, self.context_length) for r in requests)
+        fit = self.cache_bytes // (self._decoder.bytes_per_token() * length)
+        slots = max(1, min(self.max_rows, fit, sum(r.n for r in requests)))
+        if self._cache is None or self._cache.slots < slots or self._cache.length < length:
+            self._cache = None  # free the old one first
+            self._cache = self._decoder.cache(slots=slots, length=length)
+        return self._cache
+
+    def _admit(self, waiting: deque[_Prompt], rows: list[_Row], cache: KVCache) -> Tensor:
+        """Let waiting samples into free slots; the hidden states to draw their first tokens from, in order."""
+        new: list[Tensor] = []
+        free = min(cache.slots, self.max_rows) - len(rows)
+        self._prefill(waiting, free)
+        while waiting and free:
+            prompt = waiting[0]
+            assert prompt.kv is not None
+            assert prompt.hidden is not None
+            request = prompt.request
+            sample = request.first_sample + prompt.started
+            cache.put(len(rows), prompt.kv)
+            key = row_key(request.seed, request.step, request.prompt, sample)
+            rows.append(_Row(prompt=prompt, sample=sample, key=key, length=prompt.length))
+            new.append(prompt.hidden)
+            prompt.started += 1
+            free -= 1
+            if prompt.started == request.n:
+                waiting.popleft()
+                prompt.kv = None
+        return torch.stack(new) if new else self._decoder.embedding[:0]
+
+    def _prefill(self, waiting: deque[_Prompt], free: int) -> None:
+        """Compute the prompts whose samples enter next, those of like length together."""
+        wanted: list[_Prompt] = []
+        for prompt in waiting:
+            if free <= 0:
+                break
+            free -= prompt.request.n - prompt.started
+            if prompt.kv is None and not self._resume(prompt):
+                wanted.append(prompt)
+        wanted.sort(key=lambda p: p.length)
+        while wanted:
+            count = max(1, min(len(wanted), _PREFILL_TOKENS // wanted[-1].length))
+            batch, wanted = wanted[-count:], wanted[:-count]
+            ids = torch.zeros(count, batch[-1].length, dtype=torch.long)
+            for i, prompt in enumerate(batch):
+                ids[i, : prompt.length] = torch.tensor(prompt.request.prompt_ids)
+            hidden, kv = self._decoder.prefill(ids)
+            for i, prompt in enumerate(batch):
+                prompt.hidden = hidden[i, prompt.length - 1].clone()
+                prompt.kv = kv[:, :, i, :, : prompt.length].clone()
+
+    def _resume(self, prompt: _Prompt) -> bool:
+        """Go on from the conversation's cache if the prompt begins with it."""
+        name = prompt.request.conversation
+        known = self._conversations.pop(name, None) if name is not None else None
+        if known is None:
+            return False
+        ids, past = known
+        if len(ids) >= prompt.length or prompt.request.prompt_ids[: len(ids)] != ids:
+            return False
+        hidden, kv = self._decoder.prefill(torch.tensor([prompt.request.prompt_ids[len(ids) :]]), past)
+        prompt.hidden = hidden[0, -1]
+        prompt.kv = torch.cat([past, kv[:, :, 0]], dim=3)
+        return True
+
+    def _draw(self, rows: list[_Row], hidden: Tensor) -> Drawn:
+        """The next token of every row, each by its own settings and its own random number."""
+        logits = self._decoder.logits(hidden)
+        keys = np.array([row.key for row in rows], dtype=np.uint64)
+        positions = np.array([row.length for row in rows])
+        u = torch.from_numpy(uniforms(keys, positions))
+        settings = [row.prompt.request.sampling for row in rows]
+        if all(s is settings[0] or s == settings[0] for s in settings):
+            return draw(logits, settings[0], u)
+        tokens, logprobs = torch.zeros(len(rows), dtype=torch.long), torch.zeros(len(rows))
+        for sampling in dict.fromkeys(settings):
+            index = torch.tensor([i for i, s in enumerate(settings) if s == sampling])
+            tokens[index], logprobs[index] = draw(logits[index], sampling, u[index])
+        return Drawn(tokens, logprobs)
+
+    def _extend(self, rows: list[_Row], drawn: Drawn) -> list[tuple[int, Finish]]:
+        """Append the drawn tokens; the slots that ended with them, and why."""
+        ended: list[tuple[int, Finish]] = []
+        tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
+        for slot, (row, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):
+            row.ids.append(token)
+            row.logprobs.append(logprob)
+            full = row.prompt.length + len(row.ids) >= self.context_length
+            finish = row.prompt.stops.finish(row.ids, full=full)
+            if finish is not None:
+                ended.append((slot, finish))
+        return ended
+
+    def _leave(self, rows: list[_Row], slot: int, finish: Finish, cache: KVCache) -> Completion:
+        """Take a finished row out; the last row moves into its slot."""
+        row = rows[slot]
+        request = row.prompt.request
+        if request.conversation is not None:
+            known = (*request.prompt_ids, *row.ids)[: row.length]
+            self._conversations[request.conversation] = (known, cache.get(slot, row.length))
+            self._forget()
+        last = rows.pop()
+        if slot < len(rows):
+            cache.move(len(rows), slot, last.length)
+            rows[slot] = last
+        return Completion(
+            ids=tuple(row.ids),
+            behaviour_logprobs=tuple(row.logprobs),
+            finish=finish,
+            policy_version=self.version,
+            prompt=request.prompt,
+            sample=row.sample,
+            seed=request.seed,
+        )
+
+    def _forget(self) -> None:
+        """Drop the conversations that went longest without a turn while they take more room than the cache may."""
+        while sum(kv.nbytes for _, kv in self._conversations.values()) > self.cache_bytes:
+            self._conversations.popitem(last=False)

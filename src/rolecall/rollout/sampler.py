@@ -1,0 +1,97 @@
+"""Drawing tokens: random numbers that belong to a token, and an inverse-CDF draw that does not walk the vocabulary."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rolecall.types import Sampling
+
+_BLOCK = 256
+_U64 = npt.NDArray[np.uint64]
+
+
+def row_key(seed: int, step: int, prompt: int, sample: int) -> int:
+    """A 64-bit key that belongs to one answer: the first four parts of (seed, step, prompt, sample, position)."""
+    key = np.zeros(1, dtype=np.uint64)
+    for part in (seed, step, prompt, sample):
+        key = _mix(key + np.uint64(part % 2**64))
+    return int(key[0])
+
+
+def uniforms(keys: _U64, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) per row, a pure function of the row's key and the position of the token to draw."""
+    return (_mix(keys + _mix(positions.astype(np.uint64))) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: _U64) -> _U64:
+    """One step of splitmix64 (Steele et al. 2014): a bijection of 64-bit words that leaves no visible pattern."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class Drawn(NamedTuple):
+    """Tokens and their log-probs under the full tempered distribution."""
+
+    tokens: Int[Tensor, "rows"]
+    logprobs: Float[Tensor, "rows"]
+
+
+def draw(logits: Float[Tensor, "rows vocab"], sampling: Sampling, u: Float[Tensor, "rows"]) -> Drawn:
+    """One token per row: the most likely one at temperature 0, else the one whose slice of the CDF holds u."""
+    logits = logits.float()
+    z = logits if sampling.scoring_temperature == 1 else logits / sampling.scoring_temperature
+    top = z.max(dim=-1)
+    weights = (z - top.values[:, None]).exp_()  # not normalised: the draw scales u instead
+    total = weights.sum(dim=-1)
+    if sampling.temperature == 0:
+        tokens = top.indices
+    else:
+        cut = weights.masked_fill(~support(z, sampling), 0) if sampling.cuts_support else weights
+        tokens = _invert(cut, u)
+    logprobs = z.gather(1, tokens[:, None]).squeeze(1) - top.values - total.log()
+    return Drawn(tokens, logprobs)
+
+
+def support(z: Float[Tensor, "rows vocab"], sampling: Sampling) -> Bool[Tensor, "rows vocab"]:
+    """The tokens that may be drawn, from tempered logits: top_k, then top_p among these, then min_p.
+
+    top_k keeps ties with the k-th. top_p keeps the smallest set of most likely tokens that reaches p.
+    """
+    allowed = torch.ones_like(z, dtype=torch.bool)
+    if sampling.top_k is not None and sampling.top_k < z.shape[-1]:
+        allowed = z >= z.topk(sampling.top_k, dim=-1).values[:, -1:]
+    if sampling.top_p is not None and sampling.top_p < 1:
+        probs, order = z.masked_fill(~allowed, -torch.inf).softmax(-1).sort(dim=-1, descending=True)
+        before = probs.double().cumsum(-1) - probs
+        allowed = allowed & torch.zeros_like(allowed).scatter(1, order, before < sampling.top_p)
+    if sampling.min_p:
+        allowed = allowed & (z >= z.max(dim=-1, keepdim=True).values + float(np.log(sampling.min_p)))
+    return allowed
+
+
+def _invert(weights: Float[Tensor, "rows vocab"], u: Float[Tensor, "rows"]) -> Int[Tensor, "rows"]:
+    """The first token whose cumulative weight exceeds u times the total: first its block of 256, then inside the block.
+
+    A token of weight 0 is never drawn, whatever the rounding.
+    """
+    rows, vocab = weights.shape
+    blocks = torch.nn.functional.pad(weights, (0, -vocab % _BLOCK)).view(rows, -1, _BLOCK)
+    block_ends = blocks.sum(-1).double().cumsum(-1)
+    goal = u.double()[:, None] * block_ends[:, -1:]
+    block = _first_beyond(block_ends, goal)
+    before = torch.where(block > 0, block_ends.gather(1, (block - 1).clamp(min=0)), 0)
+    inside = blocks[torch.arange(rows), block[:, 0]].double().cumsum(-1)
+    return (block * _BLOCK + _first_beyond(inside, goal - before)).squeeze(1)
+
+
+def _first_beyond(ends: Float[Tensor, "rows n"], goal: Float[Tensor, "rows 1"]) -> Int[Tensor, "rows 1"]:
+    """Index of the first entry above the goal; if rounding leaves none, of the last entry with any weight."""
+    index = torch.searchsorted(ends, goal, right=True)
+    last = torch.searchsorted(ends, ends[:, -1:].contiguous())
+    return torch.minimum(index, last)
