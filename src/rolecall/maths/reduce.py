@@ -142,3 +142,22 @@ def aggregate(
     divisor = torch.as_tensor(denominator, dtype=torch.float64, device=mask.device)
     divisor = torch.where(divisor > 0, divisor, 1.0) * (1.0 if norm is None else norm)
     return numerator(per_position, mask) / divisor.to(per_position.dtype)
+
+
+def position_weights(
+    mask: Bool[Tensor, "batch time"],
+    *,
+    mode: str,
+    denominator: Float[Tensor, ""] | float | None = None,
+    norm: float | None = None,
+) -> Float[Tensor, "batch time"]:
+    """How much each position counts: `aggregate(x, …)` is the sum of x times these weights. In float64."""
+    check_choice("mode", mode, MODES)
+    check_mask(mask)
+    ones = torch.ones(mask.shape, dtype=torch.float64, device=mask.device)
+    if mode == "seq-mean-token-mean":
+        ones = ones / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    divisor = torch.as_tensor(
+        _MODES[mode][1](mask) if denominator is None else denominator, dtype=torch.float64, device=mask.device
+    )
+    return keep(mask, ones / (torch.where(divisor > 0, divisor, 1.0) * (1.0 if norm is None else norm)))

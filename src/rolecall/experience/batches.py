@@ -1,0 +1,51 @@
+"""From trajectories to a rectangle, and from a batch to micro-batches that fit."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rolecall.maths.roles import Role
+from rolecall.types import Batch, Trajectory
+
+
+def collate(trajectories: Sequence[Trajectory]) -> Batch:
+    """Trajectories as one right-padded batch. Log-probs are NaN wherever the policy did not sample."""
+    if not trajectories:
+        raise ValueError("cannot make a batch of no trajectories")
+    time = max(len(t.ids) for t in trajectories)
+    ids = torch.zeros(len(trajectories), time, dtype=torch.long)
+    roles = torch.full((len(trajectories), time), int(Role.PAD), dtype=torch.uint8)
+    behaviour = torch.full((len(trajectories), time), torch.nan)
+    for row, trajectory in enumerate(trajectories):
+        ids[row, : len(trajectory.ids)] = torch.tensor(trajectory.ids)
+        roles[row, : len(trajectory.ids)] = torch.tensor(trajectory.roles, dtype=torch.uint8)
+        if trajectory.behaviour_logprobs is not None:
+            behaviour[row, : len(trajectory.ids)] = torch.tensor(trajectory.behaviour_logprobs)
+    sampled = any(t.behaviour_logprobs is not None for t in trajectories)
+    return Batch(
+        ids=ids,
+        roles=roles,
+        groups=torch.tensor([t.group for t in trajectories]),
+        behaviour_logprobs=behaviour if sampled else None,
+        policy_versions=torch.tensor([t.policy_version for t in trajectories]),
+    )
+
+
+def lengths_of(batch: Batch) -> Tensor:
+    """Tokens per row, padding left out (by role)."""
+    return (batch.roles != Role.PAD).sum(dim=1)
+
+
+def micro_batches(lengths: Tensor, *, token_budget: int) -> list[Tensor]:
+    """Row indices cut into micro-batches of at most `token_budget` tokens after padding, rows of like length together.
+
+    Longest first, so that what does not fit fails at once. A row longer than the budget is a micro-batch of its own.
+    """
+    order = lengths.argsort(descending=True, stable=True)
+    parts: list[Tensor] = []
+    while len(order):
+        count = max(1, min(len(order), token_budget // max(1, int(lengths[order[0]]))))
+        parts.append(order[:count])
+        order = order[count:]
+    return parts

@@ -1,0 +1,127 @@
+"""The module that is trained: a causal language model and, if there is one, its critic.
+
+Everything that touches weights happens inside `forward`, so that wrappers that gather or average them (DDP, FSDP) see it.
+Rows are right-padded and attention is causal, so padding behind a row changes nothing and no attention mask is needed.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from rolecall.policy.logprobs import Head, fused_loss, token_logprobs
+
+
+class Outputs(NamedTuple):
+    """What the policy says about a batch: [batch, time], 0 at positions that were not asked for."""
+
+    logprobs: Float[Tensor, "batch time"]
+    entropy: Float[Tensor, "batch time"]
+    values: Float[Tensor, "batch time"] | None
+
+
+RowLoss = Callable[[Outputs, slice], Tensor]
+"""(outputs of some rows, which rows) -> a scalar, already divided by its denominators."""
+
+
+class PolicyModel(nn.Module):
+    """A causal language model with an optional critic, either a head on its trunk or a model of its own."""
+
+    def __init__(self, model: Any, *, value_head: nn.Module | None = None, critic: nn.Module | None = None) -> None:
+        """`value_head` maps the trunk's hidden states to values; `critic(ids)` gives values of hidden states itself."""
+        super().__init__()
+        if value_head is not None and critic is not None:
+            raise ValueError("give a value head on the shared trunk or a separate critic, not both")
+        self.model, self.value_head, self.critic = model, value_head, critic
+
+    @property
+    def has_values(self) -> bool:
+        """True if there is a critic."""
+        return self.value_head is not None or self.critic is not None
+
+    def forward(
+        self,
+        ids: Int[Tensor, "batch time"],
+        wanted: Bool[Tensor, "batch time"],
+        *,
+        temperature: float,
+        loss: RowLoss | None = None,
+    ) -> Any:
+        """Scores of the wanted tokens as `Outputs`; or, given a loss, (its value, `Outputs` without gradient).
+
+        The loss path computes the head's gradient on the way, in chunks of whole rows.
+        """
+        hidden = self._trunk()(input_ids=ids, use_cache=False).last_hidden_state
+        # Token t is read from the hidden state at t - 1; token 0 has none before it.
+        asked = wanted[:, 1:]
+        picked, targets = hidden[:, :-1][asked], ids[:, 1:][asked]
+        values = self._values(ids, hidden, asked)
+        head = self._head(temperature)
+
+        def unpick(x: Tensor, rows: slice) -> Tensor:
+            """[n] of some rows' wanted positions -> [rows, time]."""
+            place = nn.functional.pad(asked[rows], (1, 0))
+            return torch.zeros(place.shape, dtype=x.dtype, device=x.device).masked_scatter(place, x)
+
+        everything = slice(0, len(ids))
+        if loss is None:
+            scores = token_logprobs(
+                picked,
+                head.weight,
+                targets,
+                temperature=temperature,
+                bias=head.bias,
+                logit_scale=head.logit_scale,
+                soft_cap=head.soft_cap,
+            )
+            spread = None if values is None else unpick(values, everything)
+            return Outputs(unpick(scores.logprobs, everything), unpick(scores.entropy, everything), spread)
+
+        ends = asked.sum(dim=1).cumsum(0)
+        row_of = {0: 0} | {int(end): row + 1 for row, end in enumerate(ends)}  # empty rows: the last of them wins
+
+        def chunk_loss(logprobs: Tensor, entropy: Tensor, part_values: Tensor | None, start: int, stop: int) -> Tensor:
+            rows = slice(row_of[start], row_of[stop])
+            spread = None if part_values is None else unpick(part_values, rows)
+            return loss(Outputs(unpick(logprobs, rows), unpick(entropy, rows), spread), rows)
+
+        fused = fused_loss(picked, head, targets, chunk_loss, row_ends=ends.tolist(), values=values)
+        spread = None if values is None else unpick(values.detach(), everything)
+        # A micro-batch in which nothing trains still reaches every parameter, with gradient 0 (DDP waits for all of them).
+        idle = (
+            0.0 * (hidden.sum() + head.weight.sum() + (0 if values is None else values.sum()))
+            if not len(targets)
+            else 0.0
+        )
+        return fused.loss + idle, Outputs(unpick(fused.logprobs, everything), unpick(fused.entropy, everything), spread)
+
+    def _trunk(self) -> nn.Module:
+        return self._language_model().get_decoder()
+
+    def _language_model(self) -> Any:
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+
+    def _head(self, temperature: float) -> Head:
+        return head_of(self._language_model(), temperature)
+
+    def _values(self, ids: Tensor, hidden: Tensor, asked: Tensor) -> Tensor | None:
+        if self.value_head is not None:
+            return self.value_head(hidden[:, :-1][asked]).flatten().float()
+        if self.critic is not None:
+            return self.critic(ids)[:, :-1][asked].float()
+        return None
+
+
+def head_of(model: Any, temperature: float) -> Head:
+    """A causal language model's map from hidden states to logits."""
+    layer, config = model.get_output_embeddings(), model.config
+    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    return Head(
+        weight=layer.weight,
+        bias=getattr(layer, "bias", None),
+        temperature=temperature,
+        logit_scale=scale,
+        soft_cap=getattr(config, "final_logit_softcapping", None),
+    )
