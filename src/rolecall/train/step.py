@@ -1,0 +1,191 @@
+"""One optimiser step on a batch, blind to the algorithm.
+
+A loss is a function of the policy's outputs and the batch that gives named terms, each with its own mask and way of
+counting. The step counts every term's denominator over all micro-batches and all ranks before the first forward, so that
+
+    total = sum over terms of  coef x sum over positions of (weight x value)
+
+does not depend on how the batch was cut into micro-batches or spread over ranks.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from rolecall.experience.batches import lengths_of, micro_batches
+from rolecall.maths.reduce import denominator_of, position_weights
+from rolecall.maths.roles import Verdict
+from rolecall.policy.model import Outputs
+from rolecall.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Term:
+    """A part of the loss: per-position values, where they count, and how they are added up."""
+
+    values: Tensor
+    """[batch, time], lower is better if `coef` is positive."""
+    mask: Tensor
+    """[batch, time] bool. It may depend on the batch, never on the outputs."""
+    mode: str
+    """One of `maths.reduce.MODES`."""
+    coef: float = 1.0
+    """What it is multiplied by in the total."""
+    norm: float | None = None
+    """The constant length of mode seq-mean-token-sum-norm."""
+
+
+Loss = Callable[[Outputs, Batch], Mapping[str, Term]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What one optimiser step did."""
+
+    terms: Mapping[str, float]
+    """Each term over all ranks, before its coefficient."""
+    loss: float
+    """The total."""
+    grad_norm: float
+    """Norm of the gradient before clipping."""
+    skipped: bool
+    """True if loss or gradient was not finite: the weights are untouched."""
+    outputs: Outputs
+    """What the policy said about this rank's rows while the step was computed, [batch, time]."""
+    contributions: Mapping[str, Tensor] = field(default_factory=dict)
+    """[batch, time] float64 per term, coefficient included: they add up to the loss. Only if asked for."""
+
+
+def trained(batch: Batch) -> Tensor:
+    """The positions that train, by their verdict."""
+    if batch.verdicts is None:
+        raise ValueError("the batch has no verdicts yet; TrainRule.verdicts gives them")
+    return batch.verdicts == Verdict.TRAINED
+
+
+class Updater:
+    """Turns batches and a loss into optimiser steps."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        token_budget: int,
+        max_grad_norm: float | None,
+    ) -> None:
+        """`module` and `optimizer` come from `accelerator.prepare`; a micro-batch holds up to `token_budget` tokens."""
+        self.accelerator, self.module, self.optimizer = accelerator, module, optimizer
+        self.token_budget, self.max_grad_norm = token_budget, max_grad_norm
+
+    def step(self, batch: Batch, loss: Loss, *, temperature: float, record: bool = False) -> StepResult:
+        """Forward and backward over all micro-batches, then one optimiser step if everything is finite."""
+        denominators = self._denominators(batch, loss)
+        tally = _Tally(batch, denominators, record=record)
+        parts = micro_batches(lengths_of(batch), token_budget=self.token_budget)
+        rounds = int(self._over_ranks(torch.tensor(float(len(parts))), "max"))
+        self.optimizer.zero_grad(set_to_none=True)
+        for i in range(rounds):
+            rows = parts[i] if i < len(parts) else torch.zeros(0, dtype=torch.long)
+            context = nullcontext() if i == rounds - 1 else self.accelerator.no_sync(self.module)
+            with context:
+                self._micro_batch(batch, rows, loss, tally, temperature)
+        grad_norm = self._clip()
+        finite = bool(torch.isfinite(grad_norm))
+        if finite:
+            self.optimizer.step()
+        terms = self._over_ranks(torch.stack([tally.terms[name] for name in denominators]), "sum")
+        coefs = [tally.coefs.get(name, 0.0) for name in denominators]
+        return StepResult(
+            terms=dict(zip(denominators, terms.tolist(), strict=True)),
+            loss=float(sum(coef * term for coef, term in zip(coefs, terms.tolist(), strict=True))),
+            grad_norm=float(grad_norm),
+            skipped=not finite,
+            outputs=tally.outputs(),
+            contributions=tally.contributions,
+        )
+
+    def _denominators(self, batch: Batch, loss: Loss) -> dict[str, Tensor]:
+        """Each term's denominator over all ranks, from its mask alone: the loss is asked with outputs of zeros."""
+        zeros = torch.zeros(batch.ids.shape, device=batch.ids.device)
+        with torch.no_grad():
+            terms = loss(Outputs(zeros, zeros, zeros), batch)
+        local = torch.stack([denominator_of(term.mask, mode=term.mode) for term in terms.values()])
+        # Over ranks a sum of ones must stay one.
+        constant = torch.tensor([term.mode == "token-sum" for term in terms.values()], device=local.device)
+        total = torch.where(constant, local, self._over_ranks(local, "sum"))
+        return dict(zip(terms, total, strict=True))
+
+    def _micro_batch(self, batch: Batch, rows: Tensor, loss: Loss, tally: "_Tally", temperature: float) -> None:
+        filler = not len(rows)
+        part = batch.rows(rows if not filler else slice(0, 1))
+        part = part.trimmed(max(2, int(lengths_of(part).max())))
+        wanted = trained(part) if not filler else torch.zeros_like(part.roles, dtype=torch.bool)
+
+        def row_loss(outputs: Outputs, which: slice) -> Tensor:
+            return tally.add(loss(outputs, part.rows(which)), outputs, rows[which])
+
+        device = self.accelerator.device
+        total, _ = self.module(part.ids.to(device), wanted.to(device), temperature=temperature, loss=row_loss)
+        # DDP averages gradients over ranks; the denominators already count them all.
+        self.accelerator.backward(total * self.accelerator.num_processes)
+
+    def _clip(self) -> Tensor:
+        limit = self.max_grad_norm if self.max_grad_norm is not None else torch.inf
+        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), limit)
+        assert norm is not None
+        return norm.detach()
+
+    def _over_ranks(self, x: Tensor, how: str) -> Tensor:
+        if self.accelerator.num_processes == 1:
+            return x
+        gathered = self.accelerator.gather(x.to(self.accelerator.device)[None])
+        assert isinstance(gathered, Tensor)
+        return (gathered.sum(0) if how == "sum" else gathered.amax(0)).to(x.device)
+
+
+class _Tally:
+    """Adds up terms as chunks of rows come by, and keeps what they were computed from."""
+
+    def __init__(self, batch: Batch, denominators: Mapping[str, Tensor], *, record: bool) -> None:
+        self.denominators, self.record = denominators, record
+        self.terms = {name: torch.zeros((), dtype=torch.float64) for name in denominators}
+        self.coefs: dict[str, float] = {}
+        shape = batch.ids.shape
+        self._outputs: dict[str, Tensor] = {name: torch.zeros(shape) for name in Outputs._fields}
+        self._has_values = False
+        self.contributions = {n: torch.zeros(shape, dtype=torch.float64) for n in denominators} if record else {}
+
+    def add(self, terms: Mapping[str, Term], outputs: Outputs, rows: Tensor) -> Tensor:
+        """The total of some rows, with gradient."""
+        if terms.keys() != self.denominators.keys():
+            raise ValueError(
+                f"the loss gave terms {sorted(terms)} but {sorted(self.denominators)} before: they must not change"
+            )
+        total: Any = 0.0
+        for name, term in terms.items():
+            weights = position_weights(term.mask, mode=term.mode, denominator=self.denominators[name], norm=term.norm)
+            values = torch.where(term.mask, term.values, 0)
+            total = total + term.coef * (weights.to(values.dtype) * values).sum()
+            detached = weights * values.detach().double()
+            self.terms[name] = self.terms[name] + detached.sum()
+            self.coefs[name] = term.coef
+            if self.record:
+                self.contributions[name][rows, : values.shape[1]] = (term.coef * detached).cpu()
+        for name, tensor in zip(Outputs._fields, outputs, strict=True):
+            if tensor is not None:
+                self._outputs[name][rows, : tensor.shape[1]] = tensor.detach().float().cpu()
+                self._has_values = self._has_values or name == "values"
+        return total
+
+    def outputs(self) -> Outputs:
+        """The outputs of all rows."""
+        return Outputs(
+            self._outputs["logprobs"], self._outputs["entropy"], self._outputs["values"] if self._has_values else None
+        )
