@@ -1,0 +1,398 @@
+"""Messages to token ids with one role per token.
+
+A role is found by rendering prefixes of the conversation and comparing text, never by looking for token values: a stop
+id may stand in a user's message. What the policy wrote starts where the generation prompt ends.
+
+    <|im_start|>user\\n hi <|im_end|>\\n <|im_start|>assistant\\n  hello   <|im_end|>  \\n
+    P            P      P  P         P   P            P            C      S          P
+
+Sampled ids are never decoded and encoded again, because that may give other ids. The next turn of a conversation is
+appended to them; where a template rewrites the past, that is said once and a new sample starts from the new text.
+"""
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from rolecall.maths.roles import Role
+
+Message = Mapping[str, Any]
+"""A message with "role" and "content", and whatever else the template knows (tool calls, a name)."""
+
+Train = Literal["sampled", "assistant", "last_assistant"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendered:
+    """Token ids with their roles."""
+
+    ids: tuple[int, ...]
+    """Token ids, special tokens included."""
+    roles: tuple[int, ...]
+    """One `maths.roles.Role` per token."""
+    turns: tuple[tuple[int, int], ...] = ()
+    """[start, end) of each turn that trains, its stop token included."""
+    new_sample: bool = False
+    """True: the template rewrote the past, so these ids do not continue the ones before; start a new trajectory."""
+
+    def __post_init__(self) -> None:
+        if len(self.ids) != len(self.roles):
+            raise ValueError(f"rendered text has {len(self.ids)} ids but {len(self.roles)} roles; each id has one role")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixReport:
+    """Whether a template only ever appends. True in a condition if it does."""
+
+    preserved: bool
+    """True: the text of a conversation is a prefix of the text of any longer one."""
+    message: int | None = None
+    """Number of the first message that rewrites what was before it."""
+    before: str = ""
+    """What stood where the texts part, without that message."""
+    after: str = ""
+    """What stands there with it."""
+
+    def __bool__(self) -> bool:
+        return self.preserved
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: str | Sequence[Message],
+    *,
+    train: Train = "sampled",
+    system_prompt: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool | None = None,
+    stop_ids: Collection[int] | None = None,
+) -> Rendered:
+    """Render a conversation, or encode a plain prompt.
+
+    train="sampled": everything is PROMPT, for text that is only there to be answered. "assistant": of every assistant
+    message what the model would have written is CONTENT and its end of turn STOP. "last_assistant": of the last only.
+    `add_generation_prompt` defaults to whether the last message is somebody else's; `stop_ids` to the tokenizer's.
+    """
+    if train not in ("sampled", "assistant", "last_assistant"):
+        raise ValueError(f"unknown train {train!r}; choose 'sampled', 'assistant' or 'last_assistant'")
+    if isinstance(messages, str):
+        if system_prompt is not None:
+            raise ValueError("a system prompt needs messages: put it into the plain prompt text instead")
+        if train != "sampled":
+            raise ValueError("a plain text has no assistant messages to train on: use render_pair with a completion")
+        ids = _encode_prompt(tokenizer, messages)
+        return Rendered(ids=ids, roles=(int(Role.PROMPT),) * len(ids))
+    messages = _with_system_prompt(messages, system_prompt)
+    assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    wanted = {"sampled": [], "assistant": assistants, "last_assistant": assistants[-1:]}[train]
+    return _render_messages(
+        _Template(tokenizer, chat_template_kwargs, stop_ids), messages, wanted, add_generation_prompt
+    )
+
+
+def render_pair(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | Sequence[Message],
+    completion: str | Sequence[Message],
+    *,
+    system_prompt: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    stop_ids: Collection[int] | None = None,
+) -> Rendered:
+    """Render a demonstration {"prompt", "completion"}: the prompt is PROMPT, what the model would have written CONTENT,
+    its end STOP.
+
+    Two texts are joined as they are and closed with the first stop id. If either is a list of messages, a text beside
+    it counts as one message: a user's prompt, an assistant's completion.
+    """
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if system_prompt is not None:
+            raise ValueError("a system prompt needs messages: put it into the plain prompt text instead")
+        return _render_texts(tokenizer, prompt, completion, _stop_ids(tokenizer, stop_ids))
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    before = _with_system_prompt(before, system_prompt)
+    wanted = [len(before) + i for i, message in enumerate(answer) if message["role"] == "assistant"]
+    if not wanted:
+        raise ValueError("the completion holds no assistant message, so there is nothing to train on")
+    template = _Template(tokenizer, chat_template_kwargs, stop_ids)
+    return _render_messages(template, [*before, *answer], wanted, False)
+
+
+def continue_conversation(
+    tokenizer: PreTrainedTokenizerBase,
+    ids_so_far: Sequence[int],
+    roles_so_far: Sequence[int],
+    new_messages: Sequence[Message],
+    *,
+    history: Sequence[Message],
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    stop_ids: Collection[int] | None = None,
+) -> Rendered:
+    """The ids so far, then the template text of the new messages and the prompt for the next answer.
+
+    `history` is the conversation the ids stand for; its last message is the sampled answer. The ids so far come back
+    untouched. What the new messages say is OBSERVATION, the template around it PROMPT. An answer that was cut off is
+    closed with the template's end of turn, as PROMPT because the policy did not choose it.
+
+    If the template changes earlier text when messages are added, the result is a full rendering flagged `new_sample`:
+    the first prompt stays PROMPT, all that follows is OBSERVATION.
+    """
+    if not history or history[-1]["role"] != "assistant":
+        raise ValueError("the history must end with the assistant message that was sampled last")
+    if len(ids_so_far) != len(roles_so_far):
+        raise ValueError(f"there are {len(ids_so_far)} ids so far but {len(roles_so_far)} roles; each id has one role")
+    template = _Template(tokenizer, chat_template_kwargs, stop_ids)
+    asked = template.text(history[:-1], True)
+    before = template.text(history, False)
+    after = template.text([*history, *new_messages], True)
+    if not (before.startswith(asked) and after.startswith(before)):
+        _warn_rewritten(stacklevel=3)
+        return _new_sample(template, after, ids_so_far, roles_so_far)
+    start, end = template.end_of_turn(before, len(asked), history[-1])
+    tail_start = end if roles_so_far[-1] == Role.STOP else start
+    # Encoded from the end of turn on, so that the text is split as it would be behind that token.
+    ids, spans = template.encode(after[start:])
+    roles = [int(Role.PROMPT)] * len(after)
+    for first, last in template.contents(history, new_messages, after=after, offset=len(before)):
+        roles[first:last] = [int(Role.OBSERVATION)] * (last - first)
+    new = [(i, roles[start + s]) for i, (s, _) in zip(ids, spans, strict=True) if start + s >= tail_start]
+    return Rendered(
+        ids=(*ids_so_far, *(i for i, _ in new)),
+        roles=(*roles_so_far, *(role for _, role in new)),
+        turns=_runs(roles_so_far),
+    )
+
+
+def prefix_preserving(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message] | None = None,
+    *,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> PrefixReport:
+    """Whether each message of a conversation leaves the text before it alone.
+
+    The default conversation has two answers that think aloud, which some templates strip from the past.
+    """
+    messages = _PROBE if messages is None else messages
+    template = _Template(tokenizer, chat_template_kwargs, None)
+    for k in range(1, len(messages)):
+        longer = template.text(messages[: k + 1], False)
+        shorter = [template.text(messages[:k], False)]
+        if messages[k]["role"] == "assistant":
+            shorter.append(template.text(messages[:k], True))
+        for text in shorter:
+            if not longer.startswith(text):
+                at = _common(text, longer)
+                return PrefixReport(preserved=False, message=k, before=text[at : at + 60], after=longer[at : at + 60])
+    return PrefixReport(preserved=True)
+
+
+_PROBE = (
+    {"role": "user", "content": "First question?"},
+    {"role": "assistant", "content": "<think>\nFirst thought.\n</think>\n\nFirst answer."},
+    {"role": "user", "content": "Second question?"},
+    {"role": "assistant", "content": "<think>\nSecond thought.\n</think>\n\nSecond answer."},
+    {"role": "user", "content": "Third question?"},
+)
+
+
+class _Template:
+    """A tokenizer's chat template with the options it is rendered with."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        kwargs: Mapping[str, Any] | None,
+        stop_ids: Collection[int] | None,
+    ) -> None:
+        if not tokenizer.chat_template and "chat_template" not in (kwargs or {}):
+            raise ValueError(
+                "the tokenizer has no chat template, so messages cannot be rendered: give prompts as plain text, "
+                "or set tokenizer.chat_template"
+            )
+        if not tokenizer.is_fast:
+            raise ValueError("roles need the character span of each token, which only fast tokenizers know: use one")
+        self.tokenizer = tokenizer
+        self.kwargs = dict(kwargs or {})
+        self.stop_ids = frozenset(_stop_ids(tokenizer, stop_ids))
+
+    def text(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        """The conversation as text. No messages and no generation prompt is no text; some templates fail on it."""
+        if not messages and not add_generation_prompt:
+            return ""
+        return self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **self.kwargs,
+        )
+
+    def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of a rendered text and the span of characters each stands for."""
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return encoded["input_ids"], encoded["offset_mapping"]
+
+    def end_of_turn(self, text: str, start: int, message: Message) -> tuple[int, int]:
+        """[start, end) in characters of the end-of-turn token of the message that begins at `start` and ends the text:
+        the first stop id behind what the message says. Empty, behind the content, if the template has none."""
+        content = message.get("content")
+        content = content.strip() if isinstance(content, str) else ""
+        found = text.find(content, start)
+        behind = start if found < 0 else found + len(content)
+        ids, spans = self.encode(text[behind:])
+        for i, (first, last) in zip(ids, spans, strict=True):
+            if i in self.stop_ids:
+                return behind + first, behind + last
+        return behind, behind
+
+    def contents(
+        self, history: Sequence[Message], new_messages: Sequence[Message], *, after: str, offset: int
+    ) -> list[tuple[int, int]]:
+        """[start, end) in characters of what each new message says.
+
+        Found by rendering once more with a marker in the place of each content. Where that does not line up (a template
+        that looks into the content), all of the new text counts as said.
+        """
+        markers = [f"\ue000{i}\ue001" for i in range(len(new_messages))]
+        marked = [{**message, "content": marker} for message, marker in zip(new_messages, markers, strict=True)]
+        shape = self.text([*history, *marked], True)
+        if not shape.startswith(after[:offset]):
+            return [(offset, len(after))]
+        spans, cursor, position = [], offset, offset
+        for message, marker in zip(new_messages, markers, strict=True):
+            at, content = shape.find(marker, cursor), message.get("content")
+            frame = shape[cursor:at]
+            if at < 0 or not isinstance(content, str) or not after.startswith(frame, position):
+                return [(offset, len(after))]
+            position += len(frame)
+            said = content if after.startswith(content, position) else content.strip()
+            if not after.startswith(said, position):
+                return [(offset, len(after))]
+            spans.append((position, position + len(said)))
+            position, cursor = position + len(said), at + len(marker)
+        return spans if after[position:] == shape[cursor:] else [(offset, len(after))]
+
+
+def _render_messages(
+    template: _Template, messages: Sequence[Message], wanted: Sequence[int], add_generation_prompt: bool | None
+) -> Rendered:
+    """Encode the whole text once, then give each token the role of its first character."""
+    if not messages:
+        raise ValueError("there are no messages to render; give at least one")
+    if add_generation_prompt is None:
+        add_generation_prompt = messages[-1]["role"] != "assistant"
+    text = template.text(messages, add_generation_prompt)
+    roles = [int(Role.PROMPT)] * len(text)
+    rewritten = False
+    for k in wanted:
+        start, answered = _answer_start(template, messages, k)
+        if start is None or not text.startswith(answered):
+            rewritten = True  # the text does not hold what the model would have written
+            continue
+        stop_start, stop_end = template.end_of_turn(answered, start, messages[k])
+        roles[start:stop_start] = [int(Role.CONTENT)] * (stop_start - start)
+        roles[stop_start:stop_end] = [int(Role.STOP)] * (stop_end - stop_start)
+    if rewritten:
+        _warn_rewritten(stacklevel=4)
+    ids, spans = template.encode(text)
+    # A token that begins in the template and reaches into an answer was not the model's to choose.
+    by_token = tuple(roles[start] if start < len(roles) else int(Role.PROMPT) for start, _ in spans)
+    return Rendered(ids=tuple(ids), roles=by_token, turns=_runs(by_token))
+
+
+def _answer_start(template: _Template, messages: Sequence[Message], k: int) -> tuple[int | None, str]:
+    """Where in the text of messages[: k + 1], which is returned too, the model would have begun to write message k.
+
+    That is behind the generation prompt. A generation prompt that opens a block the finished message does not have
+    (a bare `<think>`) counts as far as the two agree. None if already the messages before k read differently.
+    """
+    if k == 0:
+        raise ValueError("the conversation begins with the assistant message to train on; it has to answer something")
+    answered = template.text(messages[: k + 1], False)
+    asked = template.text(messages[:k], True)
+    start = _common(asked, answered)
+    if start < len(template.text(messages[:k], False)):
+        return None, answered
+    if start < len(asked):
+        warnings.warn(
+            f"the chat template's generation prompt ends in {asked[start:]!r}, which the finished message lacks: put it "
+            "into the message, else the model trains on an answer that does not follow its prompt",
+            stacklevel=4,
+        )
+    return start, answered
+
+
+def _render_texts(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str, stop_ids: Sequence[int]
+) -> Rendered:
+    if not stop_ids:
+        raise ValueError("the tokenizer has no end-of-text token to close a completion with: pass stop_ids")
+    given = _encode_prompt(tokenizer, prompt)
+    whole = _encode_prompt(tokenizer, prompt + completion)
+    if whole[: len(given)] == given:
+        chosen = whole[len(given) :]
+    else:  # a token would span the seam; when sampling, the prompt's ids are given
+        chosen = tuple(tokenizer(completion, add_special_tokens=False)["input_ids"])
+    roles = (Role.PROMPT,) * len(given) + (Role.CONTENT,) * len(chosen) + (Role.STOP,)
+    ids = (*given, *chosen, stop_ids[0])
+    return Rendered(ids=ids, roles=tuple(map(int, roles)), turns=((len(given), len(ids)),))
+
+
+def _encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Ids of a plain text with the tokenizer's own start token, but without an end token: the text goes on."""
+    ids = list(tokenizer(text)["input_ids"])
+    bare = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    while ids and ids[-1] == tokenizer.eos_token_id and ids[-len(bare) :] != bare:
+        ids.pop()
+    return tuple(ids)
+
+
+def _new_sample(template: _Template, text: str, ids_so_far: Sequence[int], roles_so_far: Sequence[int]) -> Rendered:
+    ids, _ = template.encode(text)
+    prompt = next((i for i, role in enumerate(roles_so_far) if role != Role.PROMPT), len(roles_so_far))
+    same = _common(ids_so_far[:prompt], ids)
+    roles = (int(Role.PROMPT),) * same + (int(Role.OBSERVATION),) * (len(ids) - same)
+    return Rendered(ids=tuple(ids), roles=roles, new_sample=True)
+
+
+def _warn_rewritten(*, stacklevel: int) -> None:
+    warnings.warn(
+        "the chat template rewrites earlier turns when messages are added (as templates that strip past thinking do): "
+        "turns whose text it changed are not trained, and a conversation goes on as a new sample with its past only read",
+        stacklevel=stacklevel,
+    )
+
+
+def _with_system_prompt(messages: Sequence[Message], system_prompt: str | None) -> list[Message]:
+    """The messages with the system prompt in front, unless they bring their own."""
+    if system_prompt is None or (messages and messages[0]["role"] == "system"):
+        return list(messages)
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def _stop_ids(tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int] | None) -> tuple[int, ...]:
+    if stop_ids is not None:
+        return tuple(stop_ids)
+    return () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+
+
+def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many leading elements agree."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _runs(roles: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """[start, end) of each unbroken run of content and stop; a stop ends its run."""
+    runs, start = [], None
+    for t, role in enumerate([*roles, int(Role.PROMPT)]):
+        chosen = role in (Role.CONTENT, Role.STOP)
+        if chosen and start is None:
+            start = t
+        if start is not None and (not chosen or role == Role.STOP):
+            runs.append((start, t + 1 if chosen else t))
+            start = None
+    return tuple(runs)

@@ -1,0 +1,82 @@
+"""What a reward gets and gives."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class RewardError(ValueError):
+    """A reward that cannot be used at all: not found, wrong signature, a column it asks for is not there."""
+
+
+class WrongCount(RewardError):
+    """A reward function returned another number of rewards than it was given answers."""
+
+    def __init__(self, *, name: str, expected: int, got: int) -> None:
+        self.name, self.expected, self.got = name, expected, got
+        super().__init__(
+            f"reward `{name}` returned {got} rewards for {expected} answers; it must return one per answer, in order, "
+            f"with None where it does not apply"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One answer to be scored."""
+
+    prompt: str | Messages
+    """As the row has it: text, or messages."""
+    completion: str | Messages
+    """Text, or messages if the prompt is messages."""
+    completion_ids: Sequence[int] = ()
+    """The sampled tokens."""
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """All columns of the row the prompt came from."""
+    prompt_index: int = 0
+    """Which prompt of the step this answers."""
+    sample_index: int = 0
+    """Which of the prompt's answers this is."""
+    environment: Any = None
+    """The environment the answer was made in, for functions that ask for `environments`. The reward sees a copy."""
+
+    @property
+    def place(self) -> str:
+        """How messages name it."""
+        return f"prompt {self.prompt_index} sample {self.sample_index}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """What the rewards say about one answer."""
+
+    scores: Mapping[str, float | None]
+    """By reward function. None: not applicable, or failed (then `failure` says so). Neither is 0."""
+    total: float | None
+    """The weighted sum of the scores that are there; None if there are none or if any function failed."""
+    failure: str | None = None
+    """Which function failed on which sample and why; None if all went well."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """What functions logged for this sample (`log_extra`, or the other entries of verl's dict)."""
+
+    def __post_init__(self) -> None:
+        if self.failure is not None and self.total is not None:
+            raise ValueError(f"a sample whose reward failed has no total, got {self.total}: {self.failure}")
+
+
+class Reward(Protocol):
+    """What the training loop calls: reward functions in workers, or a reward model."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parts of every score, in order."""
+        ...
+
+    def score(self, samples: Sequence[Sample], *, state: Mapping[str, Any] | None = None) -> list[Scored]:
+        """One result per sample, in order. `state` is what functions see as `trainer_state`."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """What has been logged and counted since the last call."""
+        ...

@@ -1,0 +1,139 @@
+"""Where a reward function comes from: a callable, "file.py:function", "module:function", or a built-in name.
+
+The trainer packs a source, the worker opens it: user modules are imported in workers only, and the user's script is
+never imported a second time.
+"""
+
+import importlib
+import importlib.util
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from rolecall.rewards.records import RewardError
+
+BUILT_IN = {
+    "exact": "rolecall.rewards.verifiers",
+    "number": "rolecall.rewards.verifiers",
+    "contains": "rolecall.rewards.verifiers",
+    "math": "rolecall.rewards.math_verifier",
+}
+"""The built-in rewards and the modules they live in."""
+
+Source = str | Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packed:
+    """A reward function as it travels to a worker."""
+
+    name: str
+    """What metrics and messages call it."""
+    module: str = ""
+    """A module's name, or the path of a file that ends in .py."""
+    function: str = ""
+    """The function in that module, dotted for a method."""
+    pickled: bytes = b""
+    """The callable itself, where one was given."""
+
+
+def pack(functions: Source | Sequence[Source] | Mapping[str, Source]) -> tuple[Packed, ...]:
+    """The functions with distinct names. A mapping gives the names."""
+    if isinstance(functions, Mapping):
+        packed = tuple(_pack_one(source, name) for name, source in functions.items())
+    elif isinstance(functions, str) or callable(functions):
+        packed = (_pack_one(functions, None),)
+    else:
+        packed = tuple(_pack_one(source, None) for source in functions)
+    if not packed:
+        raise RewardError("no reward function given; name one, for example 'exact' or 'rewards.py:my_reward'")
+    names = [p.name for p in packed]
+    for name in names:
+        if names.count(name) > 1:
+            raise RewardError(f"two reward functions are called `{name}`; give a mapping {{name: function}} instead")
+    return packed
+
+
+def _pack_one(source: Source, name: str | None) -> Packed:
+    if callable(source):
+        return Packed(name=name or _name_of(source), pickled=_pickle(source))
+    if ":" in source:
+        module, _, function = source.rpartition(":")
+        if not module or not function:
+            raise RewardError(f"reward {source!r} is not of the form 'file.py:function' or 'module:function'")
+        if module.endswith(".py"):
+            path = Path(module).expanduser().resolve()
+            if not path.is_file():
+                raise RewardError(f"reward {source!r}: there is no file {path}")
+            module = str(path)
+        return Packed(name=name or function.rpartition(".")[2], module=module, function=function)
+    if source in BUILT_IN:
+        return Packed(name=name or source, module=BUILT_IN[source], function=source)
+    near = get_close_matches(source, BUILT_IN, n=1)
+    hint = f"did you mean '{near[0]}'" if near else f"choose one of {', '.join(BUILT_IN)}"
+    raise RewardError(f"there is no built-in reward {source!r}; {hint}, or name your own as 'file.py:function'")
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    while hasattr(function, "func"):  # functools.partial
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _pickle(function: Callable[..., Any]) -> bytes:
+    # Functions of an importable module travel by name, those of a script, notebook, closure or lambda by value.
+    import cloudpickle
+
+    try:
+        packed: bytes = cloudpickle.dumps(function)
+    except Exception as error:
+        raise RewardError(
+            f"reward `{_name_of(function)}` cannot be sent to a worker process ({type(error).__name__}: {error}); move "
+            f"it into a file and name it 'file.py:function', or create what it holds inside the call"
+        ) from error
+    return packed
+
+
+def open_packed(packed: Packed) -> Callable[..., Any]:
+    """The function, imported here. Every way this can fail is a `RewardError` of one sentence."""
+    where = f"{packed.module}:{packed.function}" if packed.module else "the callable given"
+    try:
+        found: Any = pickle.loads(packed.pickled) if packed.pickled else _import(packed)
+    except RewardError:
+        raise
+    except BaseException as error:  # a module may raise anything, SystemExit too
+        raise RewardError(
+            f"reward `{packed.name}` cannot be loaded from {where}: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(found):
+        raise RewardError(f"reward `{packed.name}`: {where} is a {type(found).__name__}, not a function")
+    return found
+
+
+def _import(packed: Packed) -> Any:
+    in_file = packed.module.endswith(".py")
+    found: Any = _import_file(Path(packed.module)) if in_file else importlib.import_module(packed.module)
+    for part in packed.function.split("."):
+        if not hasattr(found, part):
+            near = get_close_matches(part, [n for n in dir(found) if not n.startswith("_")], n=1)
+            raise RewardError(
+                f"reward `{packed.name}`: {packed.module} has no `{part}`"
+                + (f"; did you mean `{near[0]}`?" if near else "")
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _import_file(path: Path) -> Any:
+    sys.path.insert(0, str(path.parent))  # so that it can import its neighbours
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise RewardError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
