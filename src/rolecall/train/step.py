@@ -86,6 +86,8 @@ class Updater:
 
     def step(self, batch: Batch, loss: Loss, *, temperature: float, record: bool = False) -> StepResult:
         """Forward and backward over all micro-batches, then one optimiser step if everything is finite."""
+        if not int(self._over_ranks(trained(batch).sum(), "sum")):
+            return self._nothing(batch)
         denominators = self._denominators(batch, loss)
         tally = _Tally(batch, denominators, record=record)
         parts = micro_batches(lengths_of(batch), token_budget=self.token_budget)
@@ -110,6 +112,11 @@ class Updater:
             outputs=tally.outputs(),
             contributions=tally.contributions,
         )
+
+    def _nothing(self, batch: Batch) -> StepResult:
+        """No position trains on any rank: no step, so that an optimiser's momentum does not move the weights either."""
+        zeros = torch.zeros(batch.ids.shape)
+        return StepResult(terms={}, loss=0.0, grad_norm=0.0, skipped=False, outputs=Outputs(zeros, zeros, None))
 
     def _denominators(self, batch: Batch, loss: Loss) -> dict[str, Tensor]:
         """Each term's denominator over all ranks, from its mask alone: the loss is asked with outputs of zeros."""
@@ -141,6 +148,14 @@ class Updater:
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), limit)
         assert norm is not None
         return norm.detach()
+
+    def all_sum(self, x: Tensor) -> Tensor:
+        """A tensor added up over ranks."""
+        return self._over_ranks(x, "sum")
+
+    def all_max(self, x: Tensor) -> Tensor:
+        """A tensor's maximum over ranks."""
+        return self._over_ranks(x, "max")
 
     def _over_ranks(self, x: Tensor, how: str) -> Tensor:
         if self.accelerator.num_processes == 1:

@@ -1,0 +1,128 @@
+"""Groups of options that several commands share."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model to train."""
+
+    name: str = "tiny"
+    """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run of rolecall."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The weights' dtype while training."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    lora_rank: int | None = None
+    """Train a low-rank adapter of this rank instead of all weights (needs `rolecall[lora]`)."""
+    lora_alpha: float | None = None
+    """The adapter's scale; twice the rank if not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """How prompts become tokens."""
+
+    system_prompt: str | None = None
+    """Put before every conversation that has no system message."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the chat template, such as {"enable_thinking": false}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimOptions:
+    """The optimiser (AdamW) and its schedule."""
+
+    lr: float = 1e-5
+    """Learning rate of the policy after warm-up."""
+    critic_lr: float | None = None
+    """Learning rate of a critic; the policy's if not given."""
+    beta1: float = 0.9
+    """Decay of the mean gradient."""
+    beta2: float = 0.999
+    """Decay of the mean squared gradient."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, on matrices only."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What it does after warm-up: stay, or fall to 0 at the last step."""
+    max_grad_norm: float | None = 1.0
+    """Clip the gradient to this norm."""
+    token_budget: int = 8192
+    """Tokens in a micro-batch, padding included. Changes memory and speed, not the result."""
+
+    def __post_init__(self) -> None:
+        if self.lr < 0 or (self.critic_lr or 0) < 0:
+            raise ValueError(f"lr must not be negative, got lr={self.lr}, critic_lr={self.critic_lr}")
+        if self.token_budget < 1:
+            raise ValueError(f"token_budget must be at least 1, got {self.token_budget}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How answers are drawn."""
+
+    temperature: float = 1.0
+    """Sampling temperature; 0 is greedy."""
+    top_k: int | None = None
+    """Draw from the k most likely tokens only."""
+    top_p: float | None = None
+    """Draw from the smallest set of tokens whose probability reaches p."""
+    min_p: float | None = None
+    """Draw only from tokens at least this many times as likely as the most likely one."""
+    max_new_tokens: int = 256
+    """The longest answer, its stop token included."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end an answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What samples the answers."""
+
+    name: Literal["auto", "native", "hf"] = "auto"
+    """`native` for Llama-family models, `hf` for every other; `auto` chooses."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """The sampler's dtype; the model's if not given."""
+    max_rows: int = 64
+    """Answers that grow at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """Evaluation on held-out rows."""
+
+    every: int = 0
+    """Evaluate before the first step, every so many steps, and at the end; 0 is never."""
+    rows: int = 256
+    """How many held-out rows."""
+    samples: int = 1
+    """Answers per row for avg@k and pass@k; 1 is greedy only."""
+    held_out: float = 0.05
+    """The share of the rows kept out of training, if the data has no test split of its own."""
+    stop_at: float | None = None
+    """End the run when the evaluation's main number reaches this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """Checkpoints and records."""
+
+    every: int = 50
+    """A checkpoint every so many steps, and at the end; 0: only at the end."""
+    keep: int = 2
+    """How many checkpoints stay, beside the best one."""
+    rollouts: int = 20
+    """Steps whose rollouts stay on disk, beside every 50th."""
+    updates: int = 2
+    """Steps whose per-token updates stay on disk, beside every 50th."""
+    trackers: tuple[str, ...] = ()
+    """Also log to these: tensorboard, trackio, wandb."""
+
+    def __post_init__(self) -> None:
+        if self.keep < 2:
+            raise ValueError(
+                f"save.keep must be at least 2, got {self.keep}: one to fall back to if the other is damaged"
+            )

@@ -1,0 +1,41 @@
+"""Options of `rolecall sft`."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rolecall.config.parts import ChatOptions, EngineOptions, EvalOptions, ModelOptions, OptimOptions, SaveOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTOptions:
+    """Supervised fine-tuning on demonstrations."""
+
+    preset: str = "sft"
+    """The preset these options started from."""
+    model: ModelOptions = field(default_factory=ModelOptions)
+    rows: str = "addition"
+    """Demonstrations: rows with prompt and completion, or with messages; or a built-in task."""
+    chat: ChatOptions = field(default_factory=ChatOptions)
+    steps: int = 100
+    """Optimiser steps."""
+    batch: int = 32
+    """Rows per step."""
+    max_length: int = 1024
+    """Longer rows are left out, and counted."""
+    train_stop: bool = True
+    """Train the choice to stop, not only the content."""
+    max_new_tokens: int = 64
+    """Longest answer when evaluating."""
+    optim: OptimOptions = field(default_factory=OptimOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    eval: EvalOptions = field(default_factory=EvalOptions)
+    save: SaveOptions = field(default_factory=SaveOptions)
+    seed: int = 0
+    """Seeds the data order."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch < 1:
+            raise ValueError(f"steps and batch must be at least 1, got {self.steps} and {self.batch}")
+
+
+PRESETS: dict[str, dict[str, Any]] = {"sft": {"optim": {"lr": 2e-5, "warmup_steps": 10, "schedule": "cosine"}}}

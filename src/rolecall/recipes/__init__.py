@@ -1,0 +1,1 @@
+"""Recipes: one screen each, naming the steps of the method."""

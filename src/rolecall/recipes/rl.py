@@ -1,0 +1,354 @@
+"""Reinforcement learning of a language model: roll out, score, shape, compare, update, sync.
+
+One rollout is `prompts` x `samples` answers. What an answer is worth comes from a reward; how it is compared and what
+is optimised from an `Algorithm`. The learner holds all state of a run, so that a checkpoint of it continues exactly.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rolecall.config.rl import RLOptions
+from rolecall.experience.batches import collate, lengths_of
+from rolecall.maths import shaping
+from rolecall.maths.advantages import EMABaseline, flat_groups
+from rolecall.maths.kl import AdaptiveKL, FixedKL, kl_estimate
+from rolecall.maths.roles import Role, TrainRule, response_roles
+from rolecall.policy.load import LoadedModel
+from rolecall.policy.model import PolicyModel
+from rolecall.policy.render import render
+from rolecall.recipes.algorithms import ALGORITHMS, Algorithm, Knobs
+from rolecall.rewards.records import Reward, Sample, Scored
+from rolecall.rollout.engine import Engine
+from rolecall.train.data import RowOrder
+from rolecall.train.optim import lr_factor, set_lr
+from rolecall.train.score import score
+from rolecall.train.step import StepResult, Updater, trained
+from rolecall.types import Batch, Completion, Finish, Request, Sampling, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """One step's experience: what was sampled, what it scored, and the batch made of it."""
+
+    step: int
+    trajectories: Sequence[Trajectory]
+    prompts: Sequence[str]
+    """The prompt of each trajectory as text."""
+    answers: Sequence[str]
+    """The answer of each trajectory as text, without its stop token."""
+    scored: Sequence[Scored]
+    batch: Batch
+    kl: Tensor | None
+    """[batch, time] KL to the reference at eligible positions, if there is a reference."""
+    algorithm: Algorithm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MiniStep:
+    """One optimiser step of an update, for metrics and records."""
+
+    epoch: int
+    minibatch: int
+    rows: Tensor
+    batch: Batch
+    result: StepResult
+
+
+class Watch(Protocol):
+    """Looks at every stage of a step: metrics, tripwires and records are watches."""
+
+    def rolled_out(self, rollout: Rollout) -> None:
+        """Called when a rollout is ready, before it is trained on."""
+        ...
+
+    def updated(self, rollout: Rollout, steps: Sequence[MiniStep]) -> None:
+        """Called after the last optimiser step of a rollout, when the engine has the new weights."""
+        ...
+
+
+class RLLearner:
+    """The RL side of `train.loop.Learner`."""
+
+    def __init__(
+        self,
+        options: RLOptions,
+        *,
+        policy: LoadedModel,
+        module: PolicyModel,
+        updater: Updater,
+        engine: Engine,
+        reward: Reward,
+        rows: Sequence[Mapping[str, Any]],
+        reference: PolicyModel | None = None,
+        watches: Sequence[Watch] = (),
+        advantage: Any = None,
+        loss: Any = None,
+    ) -> None:
+        """`advantage` and `loss` replace the algorithm's own: an algorithm of the user's."""
+        self.options, self.policy, self.module, self.updater = options, policy, module, updater
+        self.engine, self.reward, self.rows, self.reference = engine, reward, rows, reference
+        self.watches, self._own_advantage, self._own_loss = watches, advantage, loss
+        o = options.algorithm
+        self.rule = TrainRule(stop=o.train_stop)
+        self.sampling = Sampling(**dataclasses.asdict(options.sampling))
+        self.order = RowOrder(len(rows), seed=options.seed)
+        self.kl: FixedKL | AdaptiveKL = FixedKL(coef=o.kl_coef)
+        if o.kl_target is not None:
+            self.kl = AdaptiveKL(coef=o.kl_coef, target=o.kl_target, horizon=o.kl_horizon)
+        self.baseline = EMABaseline(decay=0.9)
+
+    # -- rolling out ---------------------------------------------------------------------------------------------
+
+    def collect(self, step: int) -> Rollout:
+        """Sample answers to the next prompts, score them, and make them a batch that is ready to train."""
+        rows = [self.rows[i] for i in self._mine(self.order.take(self.options.prompts))]
+        requests = [self._request(step, i, row) for i, row in enumerate(rows)]
+        completions = self.engine.generate(requests)
+        trajectories = [trajectory_of(requests[c.prompt], c, group=self._group(step, c.prompt)) for c in completions]
+        answers = [self._text(c) for c in completions]
+        samples = [
+            Sample(
+                prompt=rows[c.prompt]["prompt"],
+                completion=_as_completion(rows[c.prompt]["prompt"], answer),
+                completion_ids=c.ids,
+                row=rows[c.prompt],
+                prompt_index=c.prompt,
+                sample_index=c.sample,
+            )
+            for c, answer in zip(completions, answers, strict=True)
+        ]
+        scored = self.reward.score(samples, state={"global_step": step})
+        trajectories = [
+            dataclasses.replace(t, scores=dict(s.scores)) for t, s in zip(trajectories, scored, strict=True)
+        ]
+        batch, kl, algorithm = self._prepare(trajectories, [s.total for s in scored])
+        rollout = Rollout(
+            step=step,
+            trajectories=trajectories,
+            prompts=[self.policy.tokenizer.decode(requests[c.prompt].prompt_ids) for c in completions],
+            answers=answers,
+            scored=scored,
+            batch=batch,
+            kl=kl,
+            algorithm=algorithm,
+        )
+        for watch in self.watches:
+            watch.rolled_out(rollout)
+        return rollout
+
+    def _prepare(
+        self, trajectories: Sequence[Trajectory], totals: Sequence[float | None]
+    ) -> tuple[Batch, Tensor | None, Algorithm]:
+        """Scores -> verdicts -> log-probs and values -> rewards -> advantages."""
+        o = self.options.algorithm
+        batch = collate(trajectories)
+        finish = [t.finish for t in trajectories]
+        cut_off = torch.tensor([f.truncated for f in finish])
+        scores = self._shaped_scores(batch, totals, stopped=torch.tensor([f is Finish.STOP for f in finish]))
+        include = ~scores.isnan()
+        verdicts = self.rule.verdicts(
+            batch.roles,
+            reward_failed=~include,
+            truncated=cut_off if o.drop_truncated else None,
+            flat_group=flat_groups(scores, batch.groups, include=include) if o.drop_flat else None,
+        )
+        batch = dataclasses.replace(batch, scores=scores, verdicts=verdicts)
+
+        eligible = self.rule.eligible(batch.roles)
+        if o.old_source == "behaviour":
+            batch = dataclasses.replace(batch, old_logprobs=batch.behaviour_logprobs)
+        if o.old_source == "recompute" or self.module.has_values:
+            old = self._score(self.updater.module, batch, eligible)
+            batch = dataclasses.replace(batch, values=old.values)
+            if o.old_source == "recompute":
+                batch = dataclasses.replace(batch, old_logprobs=old.logprobs)
+        kl = None
+        if self.reference is not None:
+            batch = dataclasses.replace(batch, ref_logprobs=self._score(self.reference, batch, eligible).logprobs)
+            now = batch.old_logprobs if batch.old_logprobs is not None else batch.behaviour_logprobs
+            assert now is not None
+            assert batch.ref_logprobs is not None
+            kl = kl_estimate(now, batch.ref_logprobs, eligible, kind=o.kl_kind)
+        in_reward = kl if o.kl_in == "reward" else None
+        placed = torch.where(include, scores, 0)
+        batch = dataclasses.replace(
+            batch, rewards=shaping.shape_rewards(placed, in_reward, eligible, kl_coef=self.kl.coef)
+        )
+
+        bootstrap = self._values_behind(batch, cut_off) if o.bootstrap_truncated and self.module.has_values else None
+        knobs = Knobs(
+            kl_coef=self.kl.coef,
+            baseline=self.baseline.value,
+            max_new_tokens=self.options.sampling.max_new_tokens,
+            bootstrap=bootstrap,
+        )
+        made = ALGORITHMS[o.name](o, knobs)
+        algorithm = Algorithm(advantage=self._own_advantage or made.advantage, loss=self._own_loss or made.loss)
+        return _with_advantages(batch, algorithm.advantage(batch)), kl, algorithm
+
+    def _shaped_scores(self, batch: Batch, totals: Sequence[float | None], *, stopped: Tensor) -> Tensor:
+        """[batch] scores with the recipe's clipping and penalties; NaN where the reward failed."""
+        o = self.options.algorithm
+        scores = torch.tensor([float("nan") if total is None else total for total in totals])
+        if o.score_clip is not None:
+            scores = shaping.clip_scores(scores, limit=o.score_clip)
+        if o.missing_stop_penalty:
+            scores = shaping.missing_stop_penalty(scores, stopped, penalty=o.missing_stop_penalty)
+        if o.overlong_buffer is not None:
+            lengths = ((batch.roles == Role.CONTENT) | (batch.roles == Role.STOP)).sum(dim=1)
+            limit = self.options.sampling.max_new_tokens
+            scores = scores + shaping.overlong_penalty(lengths, max_length=limit, buffer=o.overlong_buffer)
+        return scores
+
+    # -- updating ------------------------------------------------------------------------------------------------
+
+    def update(self, rollout: Rollout) -> list[MiniStep]:
+        """Several passes over the rollout, each in several optimiser steps; then the engine gets the weights."""
+        o, batch = self.options.algorithm, rollout.batch
+        set_lr(self.updater.optimizer, lr_factor(rollout.step, steps=self.options.steps, options=self.options.optim))
+        steps: list[MiniStep] = []
+        for epoch in range(o.epochs):
+            for i, rows in enumerate(self._minibatches(len(batch), rollout.step, epoch)):
+                part = batch.rows(rows)
+                result = self.updater.step(
+                    part, rollout.algorithm.loss, temperature=self.sampling.scoring_temperature, record=True
+                )
+                steps.append(MiniStep(epoch=epoch, minibatch=i, rows=rows, batch=part, result=result))
+        self.engine.load(engine_weights(self.policy.model), self.engine.version + 1)
+        self._move_knobs(rollout)
+        for watch in self.watches:
+            watch.updated(rollout, steps)
+        return steps
+
+    def _minibatches(self, n: int, step: int, epoch: int) -> Sequence[Tensor]:
+        o = self.options.algorithm
+        if o.minibatches == 1:
+            return [torch.arange(n)]
+        order = np.random.default_rng([self.options.seed, step, epoch]).permutation(n)
+        return torch.from_numpy(order).tensor_split(o.minibatches)
+
+    def _move_knobs(self, rollout: Rollout) -> None:
+        """The KL controller and the moving baseline after this rollout, and the reference if its time has come."""
+        o, batch = self.options.algorithm, rollout.batch
+        assert batch.scores is not None
+        include = ~batch.scores.isnan()
+        self.baseline = self.baseline.update(batch.scores, include=include)
+        if rollout.kl is not None:
+            per_answer = float(rollout.kl.sum(dim=1).mean())
+            self.kl = self.kl.update(per_answer, samples=len(batch))
+        if o.reference_every is not None and self.reference is not None and (rollout.step + 1) % o.reference_every == 0:
+            self.reference.load_state_dict(self.module.state_dict(), strict=False)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that continues exactly, beside the policy's weights and optimiser."""
+        return {
+            "order": self.order.state_dict(),
+            "kl_coef": self.kl.coef,
+            "baseline": dataclasses.asdict(self.baseline),
+            "policy_version": self.engine.version,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`; the policy's weights must be loaded already."""
+        self.order.load_state_dict(state["order"])
+        self.kl = dataclasses.replace(self.kl, coef=state["kl_coef"])
+        self.baseline = EMABaseline(**state["baseline"])
+        self.engine.load(engine_weights(self.policy.model), state["policy_version"])
+
+    # -- pieces --------------------------------------------------------------------------------------------------
+
+    def _mine(self, indices: Sequence[int]) -> Sequence[int]:
+        accelerator = self.updater.accelerator
+        return indices[accelerator.process_index :: accelerator.num_processes]
+
+    def _group(self, step: int, prompt: int) -> int:
+        accelerator = self.updater.accelerator
+        return step * self.options.prompts + prompt * accelerator.num_processes + accelerator.process_index
+
+    def _request(self, step: int, prompt: int, row: Mapping[str, Any]) -> Request:
+        chat = self.options.chat
+        rendered = render(
+            self.policy.tokenizer,
+            row["prompt"],
+            system_prompt=chat.system_prompt,
+            chat_template_kwargs=chat.chat_template_kwargs,
+            add_generation_prompt=None if isinstance(row["prompt"], str) else True,
+        )
+        return Request(
+            prompt_ids=rendered.ids,
+            sampling=self.sampling,
+            n=self.options.samples,
+            seed=self.options.seed + self.updater.accelerator.process_index * 2**32,
+            step=step,
+            prompt=prompt,
+        )
+
+    def _text(self, completion: Completion) -> str:
+        ids = completion.ids[:-1] if completion.finish is Finish.STOP else completion.ids
+        return self.policy.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _score(self, module: torch.nn.Module, batch: Batch, wanted: Tensor) -> Any:
+        return score(
+            module,
+            batch,
+            wanted,
+            temperature=self.sampling.scoring_temperature,
+            token_budget=self.options.optim.token_budget,
+            device=self.updater.accelerator.device,
+        )
+
+    def _values_behind(self, batch: Batch, cut_off: Tensor) -> Tensor:
+        """[batch] the critic's value behind the last token of answers that were cut off, else 0."""
+        ends = lengths_of(batch)
+        longer = Batch(
+            ids=torch.nn.functional.pad(batch.ids, (0, 1)),
+            roles=torch.nn.functional.pad(batch.roles, (0, 1)).scatter(1, ends[:, None], int(Role.CONTENT)),
+            groups=batch.groups,
+        )
+        wanted = torch.zeros_like(longer.roles, dtype=torch.bool).scatter(1, ends[:, None], True) & cut_off[:, None]
+        values = self._score(self.updater.module, longer, wanted).values
+        assert values is not None
+        return values.sum(dim=1)
+
+
+def trajectory_of(request: Request, completion: Completion, *, group: int) -> Trajectory:
+    """The whole sequence with its roles: the prompt was given, the answer's roles come from its length and finish."""
+    start, length = len(request.prompt_ids), len(completion.ids)
+    stopped = torch.tensor([completion.finish is Finish.STOP])
+    roles = response_roles(torch.tensor([length]), stopped, width=length)[0].tolist()
+    return Trajectory(
+        ids=request.prompt_ids + completion.ids,
+        roles=(int(Role.PROMPT),) * start + tuple(roles),
+        behaviour_logprobs=(float("nan"),) * start + completion.behaviour_logprobs,
+        episode=completion.sample,
+        group=group,
+        turns=((start, start + length),),
+        finish=completion.finish,
+        policy_version=completion.policy_version,
+    )
+
+
+def engine_weights(model: Any) -> dict[str, Tensor]:
+    """The weights an engine samples from, by their Hugging Face names."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _with_advantages(batch: Batch, made: Tensor | tuple[Tensor, Tensor]) -> Batch:
+    """Write advantages (one per sequence are spread over its positions) and, with a critic, returns into the batch."""
+    advantages, returns = made if isinstance(made, tuple) else (made, None)
+    if advantages.dim() == 1:
+        advantages = torch.where(trained(batch), advantages[:, None], 0)
+    return dataclasses.replace(batch, advantages=advantages, returns=returns)
+
+
+def _as_completion(prompt: Any, answer: str) -> Any:
+    """Text for text prompts, a message for conversations: what reward functions of TRL's kind expect."""
+    return answer if isinstance(prompt, str) else [{"role": "assistant", "content": answer}]
