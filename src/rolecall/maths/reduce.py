@@ -39,12 +39,14 @@ def masked_moments(
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Mean and biased variance over the positions that count on all ranks.
 
-    `all_sum` adds a tensor over ranks. Two passes, so a large mean does not eat the variance.
+    `all_sum` adds a tensor over ranks. Two passes in float64, so that neither a large mean nor a large count eats the
+    variance, and the mean of a constant is that constant.
     """
     check_mask(mask, x=x)
-    count, total = all_sum(torch.stack([mask.sum().to(x.dtype), masked_sum(x, mask)])).unbind()
+    kept = keep(mask, x).double()
+    count, total = all_sum(torch.stack([mask.sum().double(), kept.sum()])).unbind()
     mean = total / count.clamp(min=1)
-    squares = all_sum(masked_sum((keep(mask, x) - mean).square(), mask))
+    squares = all_sum(masked_sum((kept - mean).square(), mask))
     return mean, squares / count.clamp(min=1)
 
 
@@ -86,14 +88,14 @@ def _sum_of_row_means(x: Tensor, mask: Tensor) -> Tensor:
     return masked_mean(x, mask, dim=1).sum()
 
 
-def _one(mask: Tensor) -> Tensor:
-    return torch.ones((), dtype=torch.float64, device=mask.device)
+def _nothing(mask: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.float64, device=mask.device)
 
 
 # mode: (what is summed, what it is divided by)
 _MODES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "token-mean": (_token_sum, token_count),
-    "token-sum": (_token_sum, _one),
+    "token-sum": (_token_sum, _nothing),
     "seq-mean-token-mean": (_sum_of_row_means, sequence_count),
     "seq-mean-token-sum": (_token_sum, sequence_count),
     "seq-mean-token-sum-norm": (_token_sum, sequence_count),
@@ -102,7 +104,10 @@ MODES = tuple(_MODES)
 
 
 def denominator_of(mask: Bool[Tensor, "batch time"], *, mode: str) -> Float[Tensor, ""]:
-    """What `aggregate` divides by for this mask, so that it can be summed over micro-batches and ranks beforehand."""
+    """What `aggregate` divides by for this mask, so that it can be summed over micro-batches and ranks beforehand.
+
+    0 for token-sum, which divides by nothing however many pieces there are.
+    """
     check_choice("mode", mode, MODES)
     check_mask(mask)
     return _MODES[mode][1](mask)
@@ -121,14 +126,14 @@ def aggregate(
     | mode                    | numerator                    | denominator, and its unit                             |
     |-------------------------|------------------------------|-------------------------------------------------------|
     | token-mean              | sum over positions           | positions that count                                  |
-    | token-sum               | sum over positions           | 1                                                     |
+    | token-sum               | sum over positions           | none                                                  |
     | seq-mean-token-mean     | sum over rows of row means   | sequences with a position that counts                 |
     | seq-mean-token-sum      | sum over positions           | sequences with a position that counts                 |
     | seq-mean-token-sum-norm | sum over positions / norm    | sequences with a position that counts (Dr. GRPO)      |
 
     Pass `denominator` (in the mode's unit, from `denominator_of` summed over micro-batches and ranks) and the pieces
-    add up to the whole. `norm` is a constant length, used by seq-mean-token-sum-norm only. With nothing to count the
-    result is 0.
+    add up to the whole; a denominator of 0 divides by nothing. `norm` is a constant length, used by
+    seq-mean-token-sum-norm only. With nothing to count the result is 0.
     """
     check_choice("mode", mode, MODES)
     check_mask(mask, per_position=per_position)
@@ -136,9 +141,11 @@ def aggregate(
         raise ValueError(
             f"norm (a constant length) belongs to mode 'seq-mean-token-sum-norm', got norm={norm} with mode {mode!r}"
         )
+    if norm is not None and norm <= 0:
+        raise ValueError(f"norm must be a positive length, got {norm}")
     numerator, count = _MODES[mode]
     if denominator is None:
         denominator = count(mask)
     divisor = torch.as_tensor(denominator, dtype=torch.float64, device=mask.device)
-    divisor = torch.where(divisor > 0, divisor, 1.0) * (1.0 if norm is None else norm)
-    return numerator(per_position, mask) / divisor.to(per_position.dtype)
+    divisor = torch.where(divisor == 0, 1.0, divisor) * (1.0 if norm is None else norm)
+    return (numerator(per_position, mask) / divisor).to(per_position.dtype)

@@ -141,4 +141,4 @@ def _suffix_sum(x: Float[Tensor, "batch time"], discount: float) -> Float[Tensor
         carry.append(first + discount**_BLOCK * carry[-1])
     behind = torch.stack(carry[::-1], dim=1)
     reach = (discount ** (_BLOCK - steps)).to(x.dtype)
-    return torch.addcmul(inside, behind[:, :, None], reach).view(batch, -1)[:, :time]
+    return torch.addcmul(inside, behind[:, :, None], reach).flatten(1)[:, :time]
