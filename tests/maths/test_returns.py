@@ -128,6 +128,17 @@ def test_single_precision_stays_close_to_double_over_a_long_sequence():
     torch.testing.assert_close(single.double(), exact, rtol=0, atol=1e-4)
 
 
+@pytest.mark.usefixtures("users_view")
+def test_rewards_values_and_bootstrap_may_differ_in_precision():
+    rewards, values, mask, bootstrap = random_case(6)
+    rewards, values, bootstrap = rewards.round(), values.bfloat16(), bootstrap.bfloat16()
+    options = {"gamma": 0.5, "lam": 0.5}
+    exact, _ = gae(rewards, values.double(), mask, **options, bootstrap=bootstrap.double())
+    for kind in (torch.float32, torch.float64, torch.int64):
+        mixed, _ = gae(rewards.to(kind), values.float(), mask, **options, bootstrap=bootstrap)
+        torch.testing.assert_close(mixed.double(), exact, rtol=0, atol=1e-5)
+
+
 # --- limit cases ---------------------------------------------------------------------------------------------------
 
 
