@@ -133,6 +133,13 @@ def test_a_batch_names_what_is_computed():
     assert len(batch()) == 2
 
 
+def test_three_kinds_of_logprobs_are_three_tensors():
+    names = ("behaviour_logprobs", "old_logprobs", "ref_logprobs")
+    filled = batch(**{name: torch.full((2, 3), float(i)) for i, name in enumerate(names)})
+    for moved in (filled.rows(slice(0, 1)), filled.trimmed(2), filled.to("cpu")):
+        assert [getattr(moved, name).unique().tolist() for name in names] == [[0], [1], [2]]
+
+
 def test_rows_are_chosen_in_order_from_every_field():
     chosen = batch().rows(torch.tensor([1, 0, 1]))
     assert chosen.ids[:, 0].tolist() == [4, 1, 4]
