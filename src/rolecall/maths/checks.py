@@ -22,6 +22,13 @@ def check_shape(shape: tuple[int, ...], *, like: str, **tensors: Tensor | None) 
             raise ValueError(f"{name} has shape {tuple(tensor.shape)} but {like} has shape {shape}; they must be equal")
 
 
+def check_bool(**tensors: Tensor | None) -> None:
+    """Raise ValueError unless every given tensor is bool. None is skipped."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype != torch.bool:
+            raise ValueError(f"{name} must be a bool tensor, got {tensor.dtype}; use `{name}.bool()` if 1 means True")
+
+
 def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
     choices = list(allowed)

@@ -39,12 +39,14 @@ def masked_moments(
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Mean and biased variance over the positions that count on all ranks.
 
-    `all_sum` adds a tensor over ranks. Two passes, so a large mean does not eat the variance.
+    `all_sum` adds a tensor over ranks. Two passes in float64, so that neither a large mean nor a large count eats the
+    variance, and the mean of a constant is that constant.
     """
     check_mask(mask, x=x)
-    count, total = all_sum(torch.stack([mask.sum().to(x.dtype), masked_sum(x, mask)])).unbind()
+    kept = keep(mask, x).double()
+    count, total = all_sum(torch.stack([mask.sum().double(), kept.sum()])).unbind()
     mean = total / count.clamp(min=1)
-    squares = all_sum(masked_sum((keep(mask, x) - mean).square(), mask))
+    squares = all_sum(masked_sum((kept - mean).square(), mask))
     return mean, squares / count.clamp(min=1)
 
 
@@ -78,34 +80,29 @@ def sequence_count(mask: Bool[Tensor, "batch time"]) -> Float[Tensor, ""]:
     return mask.any(dim=1).sum().double()
 
 
-def _token_sum(x: Tensor, mask: Tensor) -> Tensor:
-    return keep(mask, x).sum()
+def _nothing(mask: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.float64, device=mask.device)
 
 
-def _sum_of_row_means(x: Tensor, mask: Tensor) -> Tensor:
-    return masked_mean(x, mask, dim=1).sum()
-
-
-def _one(mask: Tensor) -> Tensor:
-    return torch.ones((), dtype=torch.float64, device=mask.device)
-
-
-# mode: (what is summed, what it is divided by)
-_MODES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "token-mean": (_token_sum, token_count),
-    "token-sum": (_token_sum, _one),
-    "seq-mean-token-mean": (_sum_of_row_means, sequence_count),
-    "seq-mean-token-sum": (_token_sum, sequence_count),
-    "seq-mean-token-sum-norm": (_token_sum, sequence_count),
+# mode: what the sum over positions (or over rows of row means) is divided by
+_DENOMINATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "token-mean": token_count,
+    "token-sum": _nothing,
+    "seq-mean-token-mean": sequence_count,
+    "seq-mean-token-sum": sequence_count,
+    "seq-mean-token-sum-norm": sequence_count,
 }
-MODES = tuple(_MODES)
+MODES = tuple(_DENOMINATORS)
 
 
 def denominator_of(mask: Bool[Tensor, "batch time"], *, mode: str) -> Float[Tensor, ""]:
-    """What `aggregate` divides by for this mask, so that it can be summed over micro-batches and ranks beforehand."""
+    """What `aggregate` divides by for this mask, so that it can be summed over micro-batches and ranks beforehand.
+
+    0 for token-sum, which divides by nothing however many pieces there are.
+    """
     check_choice("mode", mode, MODES)
     check_mask(mask)
-    return _MODES[mode][1](mask)
+    return _DENOMINATORS[mode](mask)
 
 
 def aggregate(
@@ -121,27 +118,18 @@ def aggregate(
     | mode                    | numerator                    | denominator, and its unit                             |
     |-------------------------|------------------------------|-------------------------------------------------------|
     | token-mean              | sum over positions           | positions that count                                  |
-    | token-sum               | sum over positions           | 1                                                     |
+    | token-sum               | sum over positions           | none                                                  |
     | seq-mean-token-mean     | sum over rows of row means   | sequences with a position that counts                 |
     | seq-mean-token-sum      | sum over positions           | sequences with a position that counts                 |
     | seq-mean-token-sum-norm | sum over positions / norm    | sequences with a position that counts (Dr. GRPO)      |
 
     Pass `denominator` (in the mode's unit, from `denominator_of` summed over micro-batches and ranks) and the pieces
-    add up to the whole. `norm` is a constant length, used by seq-mean-token-sum-norm only. With nothing to count the
-    result is 0.
+    add up to the whole; a denominator of 0 divides by nothing. `norm` is a constant length, used by
+    seq-mean-token-sum-norm only. With nothing to count the result is 0.
     """
-    check_choice("mode", mode, MODES)
     check_mask(mask, per_position=per_position)
-    if (norm is not None) != (mode == "seq-mean-token-sum-norm"):
-        raise ValueError(
-            f"norm (a constant length) belongs to mode 'seq-mean-token-sum-norm', got norm={norm} with mode {mode!r}"
-        )
-    numerator, count = _MODES[mode]
-    if denominator is None:
-        denominator = count(mask)
-    divisor = torch.as_tensor(denominator, dtype=torch.float64, device=mask.device)
-    divisor = torch.where(divisor > 0, divisor, 1.0) * (1.0 if norm is None else norm)
-    return numerator(per_position, mask) / divisor.to(per_position.dtype)
+    weights = position_weights(mask, mode=mode, denominator=denominator, norm=norm)
+    return (weights * keep(mask, per_position)).sum().to(per_position.dtype)
 
 
 def position_weights(
@@ -151,13 +139,18 @@ def position_weights(
     denominator: Float[Tensor, ""] | float | None = None,
     norm: float | None = None,
 ) -> Float[Tensor, "batch time"]:
-    """How much each position counts: `aggregate(x, …)` is the sum of x times these weights. In float64."""
+    """How much each position counts in `aggregate`, which is the sum of values times these weights. In float64."""
     check_choice("mode", mode, MODES)
     check_mask(mask)
-    ones = torch.ones(mask.shape, dtype=torch.float64, device=mask.device)
-    if mode == "seq-mean-token-mean":
-        ones = ones / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    divisor = torch.as_tensor(
-        _MODES[mode][1](mask) if denominator is None else denominator, dtype=torch.float64, device=mask.device
-    )
-    return keep(mask, ones / (torch.where(divisor > 0, divisor, 1.0) * (1.0 if norm is None else norm)))
+    if (norm is not None) != (mode == "seq-mean-token-sum-norm"):
+        raise ValueError(
+            f"norm (a constant length) belongs to mode 'seq-mean-token-sum-norm', got norm={norm} with mode {mode!r}"
+        )
+    if norm is not None and norm <= 0:
+        raise ValueError(f"norm must be a positive length, got {norm}")
+    if denominator is None:
+        denominator = _DENOMINATORS[mode](mask)
+    divisor = torch.as_tensor(denominator, dtype=torch.float64, device=mask.device)
+    divisor = torch.where(divisor == 0, 1.0, divisor) * (1.0 if norm is None else norm)
+    per_row = mask.sum(dim=1, keepdim=True).clamp(min=1) if mode == "seq-mean-token-mean" else 1
+    return keep(mask, 1 / (divisor * per_row))

@@ -5,7 +5,10 @@ step nor a discount. So the positions that count are moved to the front of their
 constant discount, and the result is moved back:
 
     mask      1 1 0 0 0 1 1           slots     1 2 0 0 0 3 4       (slot 0 collects what does not count)
-    rewards   a b - - - c d           front     [-] a b c d 0 0 0
+    rewards   a b - - - c d           front     [-] a b c d B 0 0 0
+
+Behind the last position of a sequence that was cut off stands one step more, whose reward and value are both the
+bootstrap value B: its own advantage is 0, and the step before it sees V_{t+1} = B. Without a bootstrap B is 0.
 """
 
 import torch
@@ -36,9 +39,7 @@ def gae(
     """
     check_mask(mask, rewards=rewards, values=values)
     slots = _slots(mask)
-    front_rewards, front_values = _to_front(rewards, slots), _to_front(values, slots)
-    next_values = _next(front_values, mask, bootstrap)
-    advantages = _from_front(_suffix_sum(front_rewards + gamma * next_values - front_values, gamma * lam), slots)
+    advantages = _from_front(_suffix_sum(_deltas(rewards, values, slots, gamma, bootstrap), gamma * lam), slots)
     return advantages, advantages + keep(mask, values)
 
 
@@ -48,7 +49,7 @@ def discounted_returns(
     """G_t = r_t + gamma G_{t+1} over the positions that count. gamma = 1: reward to go. gamma = 0: the rewards."""
     check_mask(mask, rewards=rewards)
     slots = _slots(mask)
-    return _from_front(_suffix_sum(_to_front(rewards, slots), gamma), slots)
+    return _from_front(_suffix_sum(_to_front(rewards, slots)[:, :-1], gamma), slots)
 
 
 def td_lambda_targets(
@@ -85,10 +86,22 @@ def nstep_targets(
         raise ValueError(f"n must be at least 1 step, got {n}")
     check_mask(mask, rewards=rewards, values=values)
     slots = _slots(mask)
-    reward, target = _to_front(rewards, slots), _to_front(values, slots)
+    reward, target = _to_front(rewards, slots, bootstrap), _to_front(values, slots, bootstrap)
     for _ in range(min(n, mask.shape[1])):
-        target = reward + gamma * _next(target, mask, bootstrap)
+        target = reward + gamma * torch.nn.functional.pad(target[:, 1:], (0, 1))
     return _from_front(target, slots)
+
+
+def _deltas(
+    rewards: Float[Tensor, "batch time"],
+    values: Float[Tensor, "batch time"],
+    slots: Int[Tensor, "batch time"],
+    gamma: float,
+    bootstrap: Float[Tensor, "batch"] | None,
+) -> Float[Tensor, "batch time"]:
+    """r_t + gamma V_{t+1} - V_t, at the front. A function of its own so that what it fills is free again behind it."""
+    value = _to_front(values, slots, bootstrap)
+    return torch.add(_to_front(rewards, slots, bootstrap)[:, :-1], value[:, 1:], alpha=gamma) - value[:, :-1]
 
 
 def _slots(mask: Bool[Tensor, "batch time"]) -> Int[Tensor, "batch time"]:
@@ -96,36 +109,33 @@ def _slots(mask: Bool[Tensor, "batch time"]) -> Int[Tensor, "batch time"]:
     return mask.cumsum(dim=1).mul_(mask)
 
 
-def _to_front(x: Float[Tensor, "batch time"], slots: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
-    """The positions that count, moved to the front of their row, zeros behind them."""
+def _to_front(
+    x: Float[Tensor, "batch time"], slots: Int[Tensor, "batch time"], bootstrap: Float[Tensor, "batch"] | None = None
+) -> Float[Tensor, "batch time+1"]:
+    """The positions that count, moved to the front of their row; behind them the bootstrap value, then zeros."""
     batch, time = x.shape
-    return x.new_zeros(batch, time + 1).scatter(1, slots, x)[:, 1:]
-
-
-def _from_front(front: Float[Tensor, "batch time"], slots: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
-    """The inverse of `_to_front`; 0 at positions that do not count."""
-    return torch.nn.functional.pad(front, (1, 0)).gather(1, slots)
-
-
-def _next(
-    front: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"], bootstrap: Float[Tensor, "batch"] | None
-) -> Float[Tensor, "batch time"]:
-    """Row shifted left by one; behind the last position that counts stands the bootstrap value, or 0."""
-    shifted = torch.nn.functional.pad(front[:, 1:], (0, 1))
     if bootstrap is None:
-        return shifted
-    check_shape(tuple(mask.shape[:1]), like="the batch", bootstrap=bootstrap)
-    count = mask.sum(dim=1, keepdim=True)
-    last = torch.arange(1, mask.shape[1] + 1, device=mask.device) == count
-    return torch.where(last, bootstrap[:, None], shifted)
+        # Filled in place: at [512, 1024] faulting in the pages of one more temporary costs as much as the arithmetic.
+        return x.new_zeros(batch, time + 2).scatter_(1, slots, x)[:, 1:]
+    check_shape((batch,), like="the batch", bootstrap=bootstrap)
+    dtype = torch.promote_types(x.dtype, bootstrap.dtype)
+    count = (slots > 0).sum(dim=1, keepdim=True)
+    behind = keep(count > 0, bootstrap[:, None]).to(dtype)
+    front = x.new_zeros(batch, time + 2, dtype=dtype).scatter_(1, slots, x.to(dtype)).scatter(1, count + 1, behind)
+    return front[:, 1:]
+
+
+def _from_front(front: Float[Tensor, "batch steps"], slots: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
+    """The way back: each position takes the entry of its slot; 0 at positions that do not count."""
+    return torch.nn.functional.pad(front, (1, 0)).gather(1, slots)
 
 
 def _suffix_sum(x: Float[Tensor, "batch time"], discount: float) -> Float[Tensor, "batch time"]:
     """y_t = x_t + discount y_{t+1}, linear in time.
 
-    Inside blocks of 64 positions it is a product with the lower-triangular matrix of powers; between blocks a short
-    loop carries the first entry of the block behind. A Python loop over positions takes five to nine times as long
-    (benchmarks/gae.py).
+    Inside blocks of 64 positions it is a product with the lower-triangular matrix of powers. What a block takes over
+    from the block behind it is y at that block's first position, which is again a suffix sum, over blocks. A Python
+    loop over positions takes several times as long (benchmarks/gae.py).
     """
     batch, time = x.shape
     blocks = -(-time // _BLOCK)
@@ -134,11 +144,8 @@ def _suffix_sum(x: Float[Tensor, "batch time"], discount: float) -> Float[Tensor
     steps = torch.arange(_BLOCK, dtype=torch.float64, device=x.device)
     gap = steps[:, None] - steps
     powers = torch.where(gap >= 0, discount ** gap.clamp(min=0), 0.0).to(x.dtype)
-    inside = (x.reshape(-1, _BLOCK) @ powers).view(batch, blocks, _BLOCK)
-
-    carry = [x.new_zeros(batch)]
-    for first in reversed(inside[:, 1:, 0].unbind(dim=1)):
-        carry.append(first + discount**_BLOCK * carry[-1])
-    behind = torch.stack(carry[::-1], dim=1)
-    reach = (discount ** (_BLOCK - steps)).to(x.dtype)
-    return torch.addcmul(inside, behind[:, :, None], reach).view(batch, -1)[:, :time]
+    y = (x.reshape(-1, _BLOCK) @ powers).view(batch, blocks, _BLOCK)
+    if blocks > 1:
+        behind = torch.nn.functional.pad(_suffix_sum(y[:, 1:, 0], discount**_BLOCK), (0, 1))
+        y = torch.addcmul(y, behind[:, :, None], (discount ** (_BLOCK - steps)).to(x.dtype))
+    return y.flatten(1)[:, :time]

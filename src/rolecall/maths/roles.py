@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
-from rolecall.maths.checks import check_shape
+from rolecall.maths.checks import check_bool, check_shape
 
 
 class Role(IntEnum):
@@ -133,9 +133,11 @@ class TrainRule:
         verdict = torch.full_like(roles, Verdict.TRAINED)
         for code, fact in reversed(facts.items()):  # the first fact wins, so it is written last
             if fact is not None:
-                whole = fact if fact.dim() == 2 else fact[:, None].expand_as(roles)
-                check_shape(tuple(roles.shape), like="roles", **{code.name.lower(): whole})
-                verdict = torch.where(whole, int(code), verdict)
+                name, per_row = code.name.lower(), fact.dim() == 1
+                check_bool(**{name: fact})
+                expected = roles.shape[:1] if per_row else roles.shape
+                check_shape(tuple(expected), like="the batch" if per_row else "roles", **{name: fact})
+                verdict = torch.where(fact[:, None] if per_row else fact, int(code), verdict)
         return torch.where(self.eligible(roles), verdict, table[roles.long()])
 
 
@@ -149,8 +151,8 @@ def response_roles(
         lengths 3, stopped  ->  C C S .        lengths 3, not stopped  ->  C C C .
     """
     check_shape(tuple(lengths.shape), like="lengths", stopped_by_id=stopped_by_id)
-    if lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > width):
-        raise ValueError(f"lengths must lie in 0..{width} (the width), got {int(lengths.min())}..{int(lengths.max())}")
+    check_bool(stopped_by_id=stopped_by_id)
+    _check_lengths(lengths, width)
     if bool((stopped_by_id & (lengths == 0)).any()):
         raise ValueError(
             "an answer that was stopped by an id has at least that one token: lengths count the stop token"
@@ -177,6 +179,7 @@ def roles_of_ids(
     inside = torch.ones_like(is_stop)
     if lengths is not None:
         check_shape(tuple(ids.shape[:1]), like="the batch", lengths=lengths)
+        _check_lengths(lengths, ids.shape[1])
         inside = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
     stops_so_far = (is_stop & inside).cumsum(dim=1)
     first_stop = is_stop & inside & (stops_so_far == 1)
@@ -192,20 +195,27 @@ def episode_roles(
 ) -> UInt8[Tensor, "batch time"]:
     """Roles of the time steps of recorded episodes: CONTENT up to and with the step that ended it, AFTER_END behind.
 
-    Cumulative, so a flag that is 0 again later brings nothing back. The last filled slot of an episode without an end
-    flag holds the observation to bootstrap from, not an action, and is AFTER_END too. A row without steps is PAD.
+    Cumulative, so a flag that is 0 again later brings nothing back; a flag on a slot that is not filled says nothing.
+    The last filled slot of an episode without an end flag holds the observation to bootstrap from, not an action, and
+    is AFTER_END too. A row without steps is PAD.
 
         filled      1 1 1 1 1 1 1         filled      1 1 1 1 0
         terminated  0 0 0 1 0 0 0         terminated  0 0 0 0 0      (cut off by a limit, flag not recorded)
         roles       C C C C > > >         roles       C C C > >
     """
     check_shape(tuple(filled.shape), like="filled", terminated=terminated, truncated=truncated)
+    check_bool(filled=filled, terminated=terminated, truncated=truncated)
     if bool((filled[:, 1:] & ~filled[:, :-1]).any()):
         raise ValueError("filled must be a run of True from step 0: an episode cannot have holes")
-    end = terminated if truncated is None else terminated | truncated
+    end = filled & (terminated if truncated is None else terminated | truncated)
     ends_before = end.cumsum(dim=1) - end.long()
     last_filled = filled & ~torch.nn.functional.pad(filled[:, 1:], (0, 1))
     bootstrap_slot = last_filled & ~end.any(dim=1, keepdim=True)
     acts = filled & (ends_before == 0) & ~bootstrap_slot
     roles = torch.where(acts, int(Role.CONTENT), int(Role.AFTER_END))
     return torch.where(filled.any(dim=1, keepdim=True), roles, int(Role.PAD)).to(torch.uint8)
+
+
+def _check_lengths(lengths: Int[Tensor, "batch"], width: int) -> None:
+    if lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > width):
+        raise ValueError(f"lengths must lie in 0..{width} (the width), got {int(lengths.min())}..{int(lengths.max())}")

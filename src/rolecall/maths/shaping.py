@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rolecall.maths.checks import check_mask, check_shape, keep
+from rolecall.maths.checks import check_bool, check_mask, check_shape, keep
 
 
 def untrainable(mask: Bool[Tensor, "batch time"]) -> Bool[Tensor, "batch"]:
@@ -37,15 +37,17 @@ def place_turn_scores(
     """Each turn's score on the last eligible position of that turn; `turns` numbers the turn of every position.
 
     A turn without an eligible position gives its score to the last eligible position before it, or, at the start of the
-    row, to the first one: nothing is lost.
+    row, to the first one: nothing is lost. Rows with fewer turns than columns are filled up with 0.
 
         turns    0 0 1 1 1 2 2        scores 5 7 9
         mask     1 1 0 0 0 0 1        turn 1 has none, so its 7 joins turn 0
         rewards  0 12 0 0 0 0 9
     """
     check_mask(mask, turns=turns)
-    check_shape(tuple(mask.shape[:1]), like="the batch", turn_scores=turn_scores[:, 0])
     batch, time = mask.shape
+    check_shape((batch, turn_scores.shape[-1]), like="[batch, turns]", turn_scores=turn_scores)
+    if bool((mask & ((turns < 0) | (turns >= turn_scores.shape[1]))).any()):
+        raise ValueError(f"turns must lie in 0..{turn_scores.shape[1] - 1} at eligible positions: one score per turn")
     position = torch.arange(time, device=mask.device).expand(batch, time)
     # Column 0 collects positions that are not eligible, column k + 1 the last eligible position of turn k.
     last = position.new_full((batch, turn_scores.shape[1] + 1), -1)
@@ -68,9 +70,9 @@ def shape_rewards(
     kl None or kl_coef 0: the score alone.
     """
     rewards = place_scores(scores, mask)
-    if kl is None:
-        return rewards
     check_mask(mask, kl=kl)
+    if kl is None or kl_coef == 0:
+        return rewards
     return rewards - kl_coef * keep(mask, kl)
 
 
@@ -90,6 +92,7 @@ def missing_stop_penalty(
 ) -> Float[Tensor, "batch"]:
     """Scores, less `penalty` for answers that did not end themselves."""
     check_shape(tuple(scores.shape), like="scores", stopped=stopped)
+    check_bool(stopped=stopped)
     return torch.where(stopped, scores, scores - penalty)
 
 

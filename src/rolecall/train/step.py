@@ -124,10 +124,7 @@ class Updater:
         with torch.no_grad():
             terms = loss(Outputs(zeros, zeros, zeros), batch)
         local = torch.stack([denominator_of(term.mask, mode=term.mode) for term in terms.values()])
-        # Over ranks a sum of ones must stay one.
-        constant = torch.tensor([term.mode == "token-sum" for term in terms.values()], device=local.device)
-        total = torch.where(constant, local, self._over_ranks(local, "sum"))
-        return dict(zip(terms, total, strict=True))
+        return dict(zip(terms, self.all_sum(local), strict=True))
 
     def _micro_batch(self, batch: Batch, rows: Tensor, loss: Loss, tally: "_Tally", temperature: float) -> None:
         filler = not len(rows)
