@@ -8,7 +8,7 @@ from strategies_losses import Scored, positions, scored
 
 from rolecall.maths import advantages
 
-settings_ = settings(max_examples=40)
+settings_ = settings(max_examples=15)
 
 METHODS = {
     "grpo": lambda x: advantages.grpo(x.scores, x.groups, include=x.include),

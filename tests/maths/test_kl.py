@@ -138,29 +138,29 @@ def test_gradients_are_those_of_finite_differences(kind):
 
 @kinds
 @pytest.mark.parametrize("straight_through", [False, True])
-@pytest.mark.parametrize("junk", [torch.nan, torch.inf, -torch.inf])
-def test_what_does_not_count_reaches_nothing(kind, straight_through, junk):
-    logprobs = torch.tensor([[-1.0, junk, -2.0]], requires_grad=True)
-    ref = torch.tensor([[-3.0, junk, -1.0]], requires_grad=True)
-    mask = torch.tensor([[True, False, True]])
-    values = kl_estimate(logprobs, ref, mask, kind=kind, straight_through=straight_through)
-    values.sum().backward()
-    assert values[0, 1] == 0
-    assert values.isfinite().all()
-    for tensor in (logprobs, ref):
-        assert tensor.grad[0, 1] == 0
-        assert tensor.grad.isfinite().all()
+def test_what_does_not_count_reaches_nothing(kind, straight_through):
+    for junk in (torch.nan, torch.inf, -torch.inf):
+        logprobs = torch.tensor([[-1.0, junk, -2.0]], requires_grad=True)
+        ref = torch.tensor([[-3.0, junk, -1.0]], requires_grad=True)
+        mask = torch.tensor([[True, False, True]])
+        values = kl_estimate(logprobs, ref, mask, kind=kind, straight_through=straight_through)
+        values.sum().backward()
+        assert values[0, 1] == 0
+        assert values.isfinite().all()
+        for tensor in (logprobs, ref):
+            assert tensor.grad[0, 1] == 0
+            assert tensor.grad.isfinite().all()
 
 
 @kinds
 @pytest.mark.parametrize("straight_through", [False, True])
-@pytest.mark.parametrize("gap", [1e4, -1e4, 80.0, -80.0])
-def test_a_broken_record_gives_no_inf(kind, straight_through, gap):
-    logprobs = torch.tensor([[gap]], requires_grad=True)
-    value = kl_estimate(logprobs, torch.zeros(1, 1), EVERY[:, :1], kind=kind, straight_through=straight_through)
-    value.sum().backward()
-    assert value.isfinite().all()
-    assert logprobs.grad.isfinite().all()
+def test_a_broken_record_gives_no_inf(kind, straight_through):
+    for gap in (1e4, -1e4, 80.0, -80.0):
+        logprobs = torch.tensor([[gap]], requires_grad=True)
+        value = kl_estimate(logprobs, torch.zeros(1, 1), EVERY[:, :1], kind=kind, straight_through=straight_through)
+        value.sum().backward()
+        assert value.isfinite().all()
+        assert logprobs.grad.isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from rolecall.maths import losses
 from rolecall.maths.kl import KINDS, exact_kl, kl_estimate
 from rolecall.maths.reduce import MODES, aggregate, denominator_of
 
-settings_ = settings(max_examples=25)
+settings_ = settings(max_examples=12)
 ESTIMATES = {
     f"{kind}{' straight' * straight}": lambda p, q, a, m, kind=kind, straight=straight: kl_estimate(
         p, q, m, kind=kind, straight_through=straight

@@ -197,7 +197,7 @@ def _mean(scores: Tensor, weight: Tensor, included: Tensor, index: Tensor, size:
     """Weighted group means, in which the mean of equal scores is exactly that score (0.1 + 0.1 + 0.1 is not 3 times 0.1)."""
     weight = weight.to(scores.dtype)
     total = _per_group(weight, included, index, size)
-    mean = _per_group(weight * scores, included, index, size) / torch.where(total > 0, total, 1)
+    mean = _per_group(weight * scores, included, index, size) / total.clamp(min=1)
     low, high = _range(scores, included, index, size)
     return torch.where(low == high, low, mean)
 
