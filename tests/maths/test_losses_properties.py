@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_table import ALL
 from strategies_losses import positions
-from test_losses import ALL
 
 from rolecall.maths import losses
 from rolecall.maths.kl import KINDS, exact_kl, kl_estimate

@@ -84,7 +84,7 @@ def exact_kl(
     check_shape(tuple(logits.shape), like="logits", ref_logits=ref_logits)
     logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     possible = logprobs > -torch.inf
-    gap = keep(possible, logprobs) - torch.where(possible, ref_logprobs, 0)
+    gap = keep(possible, logprobs - ref_logprobs)
     return (logprobs.exp() * gap).sum(-1)
 
 
