@@ -45,5 +45,12 @@ format: $(STAMPS)/dev  ## put the code into its form
 bench: $(STAMPS)/dev  ## the benchmarks, each with its ratio
 	$(BIN)/python benchmarks/gae.py
 
+mutate: $(STAMPS)/mutate  ## mutation tests of the maths: survivors and score
+	rm -rf mutants
+	$(BIN)/mutmut run --max-children 1
+	@$(BIN)/mutmut results
+	@$(BIN)/mutmut export-cicd-stats > /dev/null
+	@$(BIN)/python -c 'import json; s = json.load(open("mutants/mutmut-cicd-stats.json")); print("killed", s["killed"] + s["timeout"], "of", s["total"])'
+
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis mutants

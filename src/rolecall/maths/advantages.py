@@ -35,14 +35,12 @@ def grpo(
     if scale is None:
         return centred
     if scale == "group":
-        variance = _per_group(centred.square(), included, index, size) / (_counts(included, index, size) - 1).clamp(
-            min=1
-        )
+        squares, count = _per_group(centred.square(), included, index, size), _counts(included, index, size)
     else:
-        mean = masked_mean(scores, included)
-        squares = keep(included, keep(included, scores) - mean).square().sum()
-        variance = squares / (included.sum() - 1).clamp(min=1)
-    return centred / (variance.sqrt() + eps)
+        squares, count = _centred(scores, included, torch.zeros_like(index), 1).square().sum(), included.sum()
+    variance = squares / (count - 1).clamp(min=1)
+    # Without any spread the numerator is 0; 1 keeps the square root's gradient, and eps = 0, from giving NaN there.
+    return centred / (torch.where(variance > 0, variance, 1).sqrt() + eps)
 
 
 def dr_grpo(scores: Scores, groups: Groups, *, include: Include = None) -> Scores:
@@ -56,7 +54,8 @@ def dr_grpo(scores: Scores, groups: Groups, *, include: Include = None) -> Score
 def rloo(scores: Scores, groups: Groups, *, include: Include = None) -> Scores:
     """A_i = r_i - mean of the *other* scores of the group = n / (n - 1) (r_i - mean of the group).
 
-    Leave one out: the baseline does not depend on the answer, so the gradient is unbiased. Ahmadian et al. 2024, arXiv 2402.14740.
+    Leave one out: the baseline does not depend on the answer, so the gradient is unbiased. Ahmadian et al. 2024, arXiv
+    2402.14740.
     """
     included, index, size = _group(scores, groups, include)
     count = _counts(included, index, size)
@@ -70,10 +69,7 @@ def opo(scores: Scores, lengths: Int[Tensor, "batch"], groups: Groups, *, includ
     """
     check_shape(tuple(scores.shape), like="scores", lengths=lengths)
     included, index, size = _group(scores, groups, include)
-    weight = keep(included, lengths.to(scores.dtype))
-    total = _per_group(weight, included, index, size)
-    baseline = _per_group(weight * keep(included, scores), included, index, size) / torch.where(total > 0, total, 1)
-    return _zero_if_flat(keep(included, scores) - baseline, scores, included, index, size)
+    return reinforce(scores, _mean(scores, lengths, included, index, size), include=included)
 
 
 def remax(scores: Scores, greedy_scores: Scores, *, include: Include = None) -> Scores:
@@ -99,13 +95,13 @@ def reinforce(scores: Scores, baseline: Scores | float = 0.0, *, include: Includ
 def batch_mean(scores: Scores, *, include: Include = None) -> Scores:
     """The mean of all scores, for each row: a baseline for `reinforce`."""
     included = _included(scores, include)
-    return _exact_mean(scores, included, torch.zeros_like(scores, dtype=torch.long), 1)
+    return _mean(scores, included, included, torch.zeros_like(scores, dtype=torch.long), 1)
 
 
 def group_mean(scores: Scores, groups: Groups, *, include: Include = None) -> Scores:
     """The mean score of each row's prompt: the per-prompt baseline for `reinforce`."""
     included, index, size = _group(scores, groups, include)
-    return _exact_mean(scores, included, index, size)
+    return _mean(scores, included, included, index, size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +157,7 @@ def reinforce_pp_baseline(
     A batch of flat groups stays exactly 0. Rows left out by `include` are left out of the moments as well.
     """
     check_mask(mask)
+    check_shape(tuple(mask.shape[:1]), like="the mask's batch", scores=scores)
     centred = dr_grpo(scores, groups, include=include)
     counted = mask & _included(scores, include)[:, None]
     return masked_whiten(centred[:, None].expand_as(mask), counted, moments=moments)
@@ -175,7 +172,8 @@ def flat_groups(scores: Scores, groups: Groups, *, include: Include = None) -> B
 
 def _included(scores: Tensor, include: Tensor | None) -> Tensor:
     included = torch.ones_like(scores, dtype=torch.bool) if include is None else include
-    check_mask(included, scores=scores)
+    check_shape(tuple(scores.shape), like="scores", include=included)
+    check_mask(included)
     return included
 
 
@@ -195,11 +193,17 @@ def _counts(included: Tensor, index: Tensor, size: int) -> Tensor:
     return _per_group(included.long(), included, index, size)
 
 
-def _exact_mean(scores: Tensor, included: Tensor, index: Tensor, size: int) -> Tensor:
-    """Group means, in which the mean of equal scores is exactly that score (0.1 + 0.1 + 0.1 is not 3 times 0.1)."""
-    mean = _per_group(scores, included, index, size) / _counts(included, index, size).clamp(min=1)
+def _mean(scores: Tensor, weight: Tensor, included: Tensor, index: Tensor, size: int) -> Tensor:
+    """Weighted group means, in which the mean of equal scores is exactly that score (0.1 + 0.1 + 0.1 is not 3 times 0.1)."""
+    weight = weight.to(scores.dtype)
+    total = _per_group(weight, included, index, size)
+    mean = _per_group(weight * scores, included, index, size) / total.clamp(min=1)
     low, high = _range(scores, included, index, size)
     return torch.where(low == high, low, mean)
+
+
+def _centred(scores: Tensor, included: Tensor, index: Tensor, size: int) -> Tensor:
+    return reinforce(scores, _mean(scores, included, included, index, size), include=included)
 
 
 def _range(scores: Tensor, included: Tensor, index: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -208,14 +212,3 @@ def _range(scores: Tensor, included: Tensor, index: Tensor, size: int) -> tuple[
     low = low.scatter_reduce(0, index, torch.where(included, scores, torch.inf), "amin")
     high = high.scatter_reduce(0, index, torch.where(included, scores, -torch.inf), "amax")
     return low[index], high[index]
-
-
-def _zero_if_flat(advantages: Tensor, scores: Tensor, included: Tensor, index: Tensor, size: int) -> Tensor:
-    """Rounding can leave 1e-9 in a flat group, which a division by its std would blow up; make it 0."""
-    low, high = _range(scores, included, index, size)
-    return keep(included & (low < high), advantages)
-
-
-def _centred(scores: Tensor, included: Tensor, index: Tensor, size: int) -> Tensor:
-    mean = _per_group(scores, included, index, size) / _counts(included, index, size).clamp(min=1)
-    return _zero_if_flat(keep(included, scores) - mean, scores, included, index, size)

@@ -21,13 +21,25 @@ def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-_KINDS: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": lambda x: x,
-    "clamp": lambda x: x.clamp(min=0),
-    "k2": lambda x: 0.5 * x.square(),
-    "k3": lambda x: bounded_exp(-x) - 1 + x,
-    "abs": torch.abs,
-}
+def _k1(x: Tensor) -> Tensor:
+    return x
+
+
+def _clamp(x: Tensor) -> Tensor:
+    return x.clamp(min=0)
+
+
+def _k2(x: Tensor) -> Tensor:
+    return 0.5 * x.square()
+
+
+def _k3(x: Tensor) -> Tensor:
+    # Both terms stop at -20: with the exponential alone the + x would be left, whose gradient has the wrong sign.
+    x = x.clamp(min=-MAX_LOG_RATIO)
+    return torch.exp(-x) - 1 + x
+
+
+_KINDS: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "clamp": _clamp, "k2": _k2, "k3": _k3, "abs": torch.abs}
 KINDS = tuple(_KINDS)
 
 
@@ -57,8 +69,8 @@ def kl_estimate(
     x = keep(mask, logprobs) - keep(mask, ref_logprobs)
     value = _KINDS[kind](x)
     if straight_through:
-        k2 = _KINDS["k2"](x)
-        value = value.detach() + k2 - k2.detach()
+        k2 = _k2(x)
+        value = value.detach() + (k2 - k2.detach())  # the bracket is exactly 0, so the value is exactly that of `kind`
     return keep(mask, value)
 
 
@@ -72,7 +84,7 @@ def exact_kl(
     check_shape(tuple(logits.shape), like="logits", ref_logits=ref_logits)
     logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     possible = logprobs > -torch.inf
-    gap = keep(possible, logprobs) - torch.where(possible, ref_logprobs, 0)
+    gap = keep(possible, logprobs - ref_logprobs)
     return (logprobs.exp() * gap).sum(-1)
 
 

@@ -74,7 +74,7 @@ def gspo(
     check_mask(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
     sequence = masked_mean(log_ratio, mask, dim=1).unsqueeze(1).detach()
-    rho = bounded_exp(sequence + log_ratio - log_ratio.detach())
+    rho = bounded_exp(sequence + (log_ratio - log_ratio.detach()))
     return keep(mask, _clipped(rho, keep(mask, advantages).detach(), clip_low, clip_high, None))
 
 
@@ -166,7 +166,7 @@ def value_clip(
     error = (value - target).square()
     if clip is not None:
         old = keep(mask, old_values).detach()
-        error = torch.maximum(error, (old + (value - old).clamp(-clip, clip) - target).square())
+        error = torch.maximum(error, (value.clamp(old - clip, old + clip) - target).square())
     return keep(mask, 0.5 * error)
 
 
@@ -184,7 +184,9 @@ def entropy(logits: Float[Tensor, "batch time choices"], mask: Mask) -> BatchTim
 
 def bradley_terry(chosen: Pairs, rejected: Pairs, *, margin: Pairs | float = 0.0) -> Pairs:
     """- log sigmoid(r_chosen - r_rejected - margin), per pair. Bradley & Terry 1952. Equal scores: log 2."""
-    check_shape(tuple(chosen.shape), like="chosen", rejected=rejected)
+    check_shape(
+        tuple(chosen.shape), like="chosen", rejected=rejected, margin=margin if isinstance(margin, Tensor) else None
+    )
     return -torch.nn.functional.logsigmoid(chosen - rejected - margin)
 
 

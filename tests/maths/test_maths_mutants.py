@@ -1,0 +1,83 @@
+"""Small things that the goldens of the maths do not see: the device of what is created inside, and whole sentences."""
+
+import pytest
+import torch
+
+from rolecall.maths import advantages, kl, losses, reduce, returns, roles, shaping
+
+MASK = torch.tensor([[True, True, False], [True, False, False]])
+X = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+IDS = torch.tensor([[5, 2, 7], [5, 6, 7]])
+SCORES, GROUPS, LENGTHS = torch.tensor([1.0, 3.0]), torch.tensor([0, 0]), torch.tensor([2, 1])
+NO, YES = torch.tensor([False, False]), torch.tensor([True, True])
+ROLES = torch.tensor([[1, 2, 3], [2, 0, 0]], dtype=torch.uint8)
+FILLED, ENDED = torch.tensor([[True, True, True]]), torch.tensor([[False, True, False]])
+
+CALLS = {
+    "verdicts": lambda: roles.TrainRule().verdicts(ROLES, reward_failed=NO, truncated=YES),
+    "response_roles": lambda: roles.response_roles(LENGTHS, YES, width=3),
+    "roles_of_ids": lambda: roles.roles_of_ids(IDS, stop_ids=[2], lengths=LENGTHS),
+    "episode_roles": lambda: roles.episode_roles(FILLED, ENDED),
+    "masked_whiten": lambda: reduce.masked_whiten(X, MASK),
+    "aggregate": lambda: torch.stack(
+        [
+            reduce.aggregate(X, MASK, mode=mode, norm=5.0 if mode.endswith("norm") else None, denominator=denominator)
+            for mode in reduce.MODES
+            for denominator in (None, 4.0)
+        ]
+    ),
+    "denominator_of": lambda: torch.stack([reduce.denominator_of(MASK, mode=mode) for mode in reduce.MODES]),
+    "gae": lambda: returns.gae(X, X, MASK, gamma=0.9, lam=0.9, bootstrap=SCORES)[0],
+    "nstep_targets": lambda: returns.nstep_targets(X, X, MASK, gamma=0.9, n=2, bootstrap=SCORES),
+    "discounted_returns": lambda: returns.discounted_returns(X, MASK, gamma=0.9),
+    "place_turn_scores": lambda: shaping.place_turn_scores(X[:, :2], MASK.long() - 1, MASK & False),
+    "overlong_penalty": lambda: shaping.overlong_penalty(LENGTHS, max_length=3, buffer=2),
+    "grpo": lambda: advantages.grpo(SCORES, GROUPS, scale="batch"),
+    "opo": lambda: advantages.opo(SCORES, LENGTHS, GROUPS),
+    "batch_mean": lambda: advantages.batch_mean(SCORES),
+    "reinforce_pp_baseline": lambda: advantages.reinforce_pp_baseline(SCORES, GROUPS, MASK),
+    "kl_estimate": lambda: kl.kl_estimate(X, -X, MASK, kind="k3", straight_through=True),
+    "gspo": lambda: losses.gspo(-X, -X - 1, X, MASK, clip_low=0.1, clip_high=0.1),
+    "entropy": lambda: losses.entropy(X[..., None].expand(2, 3, 4), MASK),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_everything_happens_on_the_device_of_the_inputs(call):
+    """With another default device, whatever is created without looking at the inputs would clash with them."""
+    expected = call()
+    with torch.device("meta"):
+        actual = call()
+    assert actual.device.type == "cpu"
+    assert actual.equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda: roles.response_roles(torch.tensor([0]), torch.tensor([True]), width=2),
+            "an answer that was stopped by an id has at least that one token: lengths count the stop token",
+        ),
+        (
+            lambda: roles.roles_of_ids(IDS, stop_ids=[]),
+            "stop_ids is empty: pass the model's stop ids, or use response_roles with the known lengths",
+        ),
+        (
+            lambda: roles.episode_roles(ENDED, ENDED),
+            "filled must be a run of True from step 0: an episode cannot have holes",
+        ),
+    ],
+)
+def test_sentences_are_whole(call, sentence):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the whole sentence is compared below
+        call()
+    assert str(raised.value) == sentence
+
+
+def test_stop_ids_are_compared_in_the_type_of_the_ids():
+    assert roles.roles_of_ids(IDS.to(torch.int16), stop_ids=[2]).equal(roles.roles_of_ids(IDS, stop_ids=[2]))
+
+
+def test_an_overlong_penalty_is_a_float_of_the_default_type():
+    assert shaping.overlong_penalty(LENGTHS, max_length=3, buffer=2).dtype == torch.float32
