@@ -67,6 +67,14 @@ def test_bfloat16(source, directory):
     assert {p.dtype for p in loaded.model.parameters()} == {torch.bfloat16}
 
 
+def test_bfloat16_is_the_same_model_from_memory_and_from_disk(tmp_path):
+    save(load("tiny"), tmp_path)
+    ids = torch.tensor([list(b"positions are turned by float32 angles")])
+    built, read = load("tiny", dtype="bfloat16").model, load(tmp_path, dtype="bfloat16").model
+    assert torch.equal(built(ids).logits, read(ids).logits)
+    assert built.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
 def test_unknown_dtype():
     refused("tiny", "unknown dtype 'float16'", dtype="float16")
 

@@ -27,6 +27,14 @@ TRIMS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+CLOSES = (  # a finished conversation ends with a token that an unfinished one does not have
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|pad|>{% endif %}"
+)
+HEADERS_ONLY = (  # a turn ends where the next one's header begins, and the model stops by writing that header
+    "{% for m in messages %}{{ '<|im_start|>' if m.role == 'assistant' else '<|im_end|>' }}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
 PLAIN = (
     "{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }}\n{% else %}A: {{ m.content }}\n{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
@@ -341,6 +349,25 @@ def test_three_turns_equal_one_rendering():
     assert draw(after).replace("O", "P") == draw(whole)
 
 
+def test_a_template_that_closes_finished_conversations_still_only_appends():
+    tokenizer = with_template(CLOSES)
+    assert prefix_preserving(tokenizer)
+    assert said(render(tokenizer, CHAT, train="assistant"), "C") == "yoso"
+    ids, roles = sampled([user("hi")], (*b"yo", TURN_END_ID))
+    after = continue_conversation(tokenizer, ids, roles, [user("and?")], history=CHAT[:2])
+    assert after.ids == render(tokenizer, CHAT[:3]).ids
+    assert said(after, "O") == "and?"
+
+
+def test_a_stop_id_that_is_the_next_header_is_not_written_twice():
+    tokenizer = with_template(HEADERS_ONLY)
+    prompt = render(tokenizer, [user("hi")])
+    ids, roles = (*prompt.ids, *b"yo", TURN_END_ID), (*prompt.roles, 2, 2, 3)
+    after = continue_conversation(tokenizer, ids, roles, [user("and?")], history=CHAT[:2])
+    assert after.ids == render(tokenizer, CHAT[:3]).ids
+    assert said(after, "O") == "and?"
+
+
 def test_history_must_end_with_the_sampled_answer():
     with pytest.raises(ValueError, match="must end with the assistant"):
         continue_conversation(TINY, (1,), (1,), [user("x")], history=[user("hi")])
@@ -357,6 +384,14 @@ def test_prefix_preserving_says_where_it_breaks():
     assert report.message == 2
     assert report.before.startswith("<think>")
     assert report.after.startswith("\n\nFirst answer")
+
+
+def test_prefix_preserving_without_any_stop_token():
+    assert prefix_preserving(with_template(PLAIN))
+    strips = PLAIN.replace(
+        "A: {{ m.content }}", "A: {{ m.content.split('</think>')[-1] if not loop.last else m.content.upper() }}"
+    )
+    assert not prefix_preserving(with_template(strips))
 
 
 def test_a_generation_prompt_that_the_answer_lacks_breaks_the_prefix():

@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -69,7 +69,8 @@ def load(
     name = str(name)
     path = Path(name).expanduser()
     if name == "tiny":
-        model, tokenizer = tiny_model().to(_DTYPES[dtype]), tiny_tokenizer()
+        model, tokenizer = tiny_model(), tiny_tokenizer()
+        cast_weights(model, _DTYPES[dtype])
     elif path.suffix == ".gguf":
         model, tokenizer = _read_directory(str(_converted_gguf(path, cache_dir)), dtype=dtype)
     elif name and path.is_dir():
@@ -122,9 +123,8 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
 def make_trainable(model: PreTrainedModel, *, gradient_checkpointing: bool = False) -> None:
     """Turn off, in place, what makes two forward passes differ or a gradient vanish."""
     model.config.use_cache = False
+    stop_dropout(model)
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
         if isinstance(module, torch.nn.Embedding):
             # transformers sets it to the pad id and torch then drops that row's gradient: with pad == eos, as in many
             # models, the stop token's input embedding would silently never learn.
@@ -134,6 +134,23 @@ def make_trainable(model: PreTrainedModel, *, gradient_checkpointing: bool = Fal
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers checkpoints in training mode only; without dropout the numbers are the same
+
+
+def stop_dropout(model: torch.nn.Module) -> None:
+    """Set every dropout layer to 0, in place."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+
+
+def cast_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Cast the parameters in place and leave the buffers alone.
+
+    `model.to(dtype)` casts buffers too: rotary frequencies in bfloat16 turn every position by a slightly wrong angle,
+    while the same model read from disk keeps them in float32.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def without_dropout(config: Any) -> Any:
@@ -182,9 +199,12 @@ def check_directory(directory: Path) -> None:
             ) from error
 
 
-def read_pretrained(auto_class: Any, name: str, *, dtype: Dtype) -> Any:
-    """`auto_class.from_pretrained` without dropout; a tensor that the files lack is an error, not a random matrix."""
-    with _no_progress_bars():
+def read_pretrained(auto_class: Any, name: str, *, dtype: Dtype, other_tensors: bool = False) -> Any:
+    """`auto_class.from_pretrained` without dropout; a tensor that the files lack is an error, not a random matrix.
+
+    `other_tensors` says that the files are known to hold more than is read, so transformers need not report it.
+    """
+    with _no_progress_bars(), _errors_only() if other_tensors else nullcontext():
         config = without_dropout(AutoConfig.from_pretrained(name))
         model, report = auto_class.from_pretrained(
             name,
@@ -303,3 +323,13 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if enabled:
             transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)

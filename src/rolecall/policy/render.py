@@ -146,20 +146,22 @@ def continue_conversation(
     if len(ids_so_far) != len(roles_so_far):
         raise ValueError(f"there are {len(ids_so_far)} ids so far but {len(roles_so_far)} roles; each id has one role")
     template = _Template(tokenizer, chat_template_kwargs, stop_ids)
-    asked = template.text(history[:-1], True)
-    before = template.text(history, False)
+    answer = template.answer(history, len(history) - 1)
     after = template.text([*history, *new_messages], True)
-    if not (before.startswith(asked) and after.startswith(before)):
+    if not (answer.follows_prompt and after.startswith(answer.text[: answer.end])):
         _warn_rewritten(stacklevel=3)
         return _new_sample(template, after, ids_so_far, roles_so_far)
-    start, end = template.end_of_turn(before, len(asked), history[-1])
-    tail_start = end if roles_so_far[-1] == Role.STOP else start
+    stopped = roles_so_far[-1] == Role.STOP
+    tail_start = answer.end if stopped else answer.stop
     # Encoded from the end of turn on, so that the text is split as it would be behind that token.
-    ids, spans = template.encode(after[start:])
+    ids, spans = template.encode(after[answer.stop :])
     roles = [int(Role.PROMPT)] * len(after)
-    for first, last in template.contents(history, new_messages, after=after, offset=len(before)):
+    for first, last in template.contents(history, new_messages, after=after, offset=answer.end):
         roles[first:last] = [int(Role.OBSERVATION)] * (last - first)
-    new = [(i, roles[start + s]) for i, (s, _) in zip(ids, spans, strict=True) if start + s >= tail_start]
+    places = [answer.stop + start for start, _ in spans]
+    new = [(i, roles[place]) for i, place in zip(ids, places, strict=True) if place >= tail_start]
+    if stopped and new and new[0][0] == ids_so_far[-1]:
+        new = new[1:]  # a model that ends its turn by opening the next one has written this header already
     return Rendered(
         ids=(*ids_so_far, *(i for i, _ in new)),
         roles=(*roles_so_far, *(role for _, role in new)),
@@ -172,23 +174,31 @@ def prefix_preserving(
     messages: Sequence[Message] | None = None,
     *,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    stop_ids: Collection[int] | None = None,
 ) -> PrefixReport:
-    """Whether each message of a conversation leaves the text before it alone.
+    """Whether a conversation can go on behind its sampled answers, which is what `continue_conversation` needs.
 
+    Each answer must follow its generation prompt, and stay as it is, to the end of its turn, when messages are added.
     The default conversation has two answers that think aloud, which some templates strip from the past.
     """
     messages = _PROBE if messages is None else messages
-    template = _Template(tokenizer, chat_template_kwargs, None)
-    for k in range(1, len(messages)):
-        longer = template.text(messages[: k + 1], False)
-        shorter = [template.text(messages[:k], False)]
-        if messages[k]["role"] == "assistant":
-            shorter.append(template.text(messages[:k], True))
-        for text in shorter:
-            if not longer.startswith(text):
-                at = _common(text, longer)
-                return PrefixReport(preserved=False, message=k, before=text[at : at + 60], after=longer[at : at + 60])
+    template = _Template(tokenizer, chat_template_kwargs, stop_ids)
+    for k, message in enumerate(messages):
+        if message["role"] != "assistant" or k == 0:
+            continue
+        answer = template.answer(messages, k)
+        if not answer.follows_prompt:
+            return _parting(k, answer.prompt, answer.text)
+        for longer in range(k + 2, len(messages) + 1):
+            text = template.text(messages[:longer], messages[longer - 1]["role"] != "assistant")
+            if not text.startswith(answer.text[: answer.end]):
+                return _parting(longer - 1, answer.text, text)
     return PrefixReport(preserved=True)
+
+
+def _parting(message: int, before: str, after: str) -> PrefixReport:
+    at = _common(before, after)
+    return PrefixReport(preserved=False, message=message, before=before[at : at + 60], after=after[at : at + 60])
 
 
 _PROBE = (
@@ -198,6 +208,27 @@ _PROBE = (
     {"role": "assistant", "content": "<think>\nSecond thought.\n</think>\n\nSecond answer."},
     {"role": "user", "content": "Third question?"},
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answer:
+    """Where an assistant message stands in the text that ends with it, in characters."""
+
+    prompt: str
+    """What the model is given: the messages before, and the generation prompt."""
+    text: str
+    """The messages before and the answer."""
+    start: int
+    """Where the model would have begun to write: behind the generation prompt, as far as the text contains it."""
+    stop: int
+    """Start of the end-of-turn token."""
+    end: int
+    """End of it. Equal to `stop` if the template has none."""
+
+    @property
+    def follows_prompt(self) -> bool:
+        """False if the generation prompt holds something that the finished message lacks, such as a bare `<think>`."""
+        return self.start == len(self.prompt)
 
 
 class _Template:
@@ -233,21 +264,23 @@ class _Template:
 
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of a rendered text and the span of characters each stands for."""
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return encoded["input_ids"], encoded["offset_mapping"]
 
-    def end_of_turn(self, text: str, start: int, message: Message) -> tuple[int, int]:
-        """[start, end) in characters of the end-of-turn token of the message that begins at `start` and ends the text:
-        the first stop id behind what the message says. Empty, behind the content, if the template has none."""
-        content = message.get("content")
+    def answer(self, messages: Sequence[Message], k: int) -> _Answer:
+        """Where messages[k] stands. Its turn ends with the first stop id behind what it says."""
+        prompt, text = self.text(messages[:k], True), self.text(messages[: k + 1], False)
+        start = _common(prompt, text)
+        content = messages[k].get("content")
         content = content.strip() if isinstance(content, str) else ""
         found = text.find(content, start)
         behind = start if found < 0 else found + len(content)
         ids, spans = self.encode(text[behind:])
-        for i, (first, last) in zip(ids, spans, strict=True):
-            if i in self.stop_ids:
-                return behind + first, behind + last
-        return behind, behind
+        stops = (span for i, span in zip(ids, spans, strict=True) if i in self.stop_ids)
+        # Without a stop id the turn ends with the content, or with the text where the template rewrote the content.
+        none = (0, 0) if found >= 0 else (len(text) - behind,) * 2
+        first, last = next(stops, none)
+        return _Answer(prompt=prompt, text=text, start=start, stop=behind + first, end=behind + last)
 
     def contents(
         self, history: Sequence[Message], new_messages: Sequence[Message], *, after: str, offset: int
@@ -289,13 +322,12 @@ def _render_messages(
     roles = [int(Role.PROMPT)] * len(text)
     rewritten = False
     for k in wanted:
-        start, answered = _answer_start(template, messages, k)
-        if start is None or not text.startswith(answered):
+        answer = _trainable_answer(template, messages, k)
+        if answer is None or not text.startswith(answer.text[: answer.end]):
             rewritten = True  # the text does not hold what the model would have written
             continue
-        stop_start, stop_end = template.end_of_turn(answered, start, messages[k])
-        roles[start:stop_start] = [int(Role.CONTENT)] * (stop_start - start)
-        roles[stop_start:stop_end] = [int(Role.STOP)] * (stop_end - stop_start)
+        roles[answer.start : answer.stop] = [int(Role.CONTENT)] * (answer.stop - answer.start)
+        roles[answer.stop : answer.end] = [int(Role.STOP)] * (answer.end - answer.stop)
     if rewritten:
         _warn_rewritten(stacklevel=4)
     ids, spans = template.encode(text)
@@ -304,26 +336,23 @@ def _render_messages(
     return Rendered(ids=tuple(ids), roles=by_token, turns=_runs(by_token))
 
 
-def _answer_start(template: _Template, messages: Sequence[Message], k: int) -> tuple[int | None, str]:
-    """Where in the text of messages[: k + 1], which is returned too, the model would have begun to write message k.
+def _trainable_answer(template: _Template, messages: Sequence[Message], k: int) -> _Answer | None:
+    """Where messages[k] stands, or None if with it already the messages before read differently.
 
-    That is behind the generation prompt. A generation prompt that opens a block the finished message does not have
-    (a bare `<think>`) counts as far as the two agree. None if already the messages before k read differently.
+    A generation prompt that opens what the finished message lacks counts as far as the two agree, with a warning.
     """
     if k == 0:
         raise ValueError("the conversation begins with the assistant message to train on; it has to answer something")
-    answered = template.text(messages[: k + 1], False)
-    asked = template.text(messages[:k], True)
-    start = _common(asked, answered)
-    if start < len(template.text(messages[:k], False)):
-        return None, answered
-    if start < len(asked):
+    answer = template.answer(messages, k)
+    if not answer.follows_prompt:
+        if answer.start < _common(template.text(messages[:k], False), answer.prompt):
+            return None
         warnings.warn(
-            f"the chat template's generation prompt ends in {asked[start:]!r}, which the finished message lacks: put it "
-            "into the message, else the model trains on an answer that does not follow its prompt",
+            f"the chat template's generation prompt ends in {answer.prompt[answer.start :]!r}, which the finished "
+            "message lacks: put it into the message, else the model trains on an answer that does not follow its prompt",
             stacklevel=4,
         )
-    return start, answered
+    return answer
 
 
 def _render_texts(

@@ -1,0 +1,143 @@
+"""LoRA adapters, through peft.
+
+There is only ever one adapter, the one that trains. An adapter that is already there (from SFT) is merged into the
+weights before a new one goes on top, so that with the adapter off the model is what it was before RL: the reference is
+SFT, not the bare base model, and needs no second copy of the weights.
+"""
+
+import copy
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from rolecall.policy.load import LoadedModel, LoadError, check_finite, make_trainable, save, stop_dropout
+
+
+def add_adapter(
+    loaded: LoadedModel,
+    *,
+    rank: int = 16,
+    alpha: float = 32,
+    target_modules: str | Sequence[str] = "all-linear",
+    seed: int = 0,
+) -> LoadedModel:
+    """The model with a fresh adapter; only the adapter trains. Its output is at first exactly that of the model.
+
+    The given model is built into the result and must not be used any more. The seed decides the adapter's random half.
+    """
+    peft = _peft()
+    base, base_name = loaded.model, loaded.name
+    checkpointing = bool(base.is_gradient_checkpointing)
+    if has_adapter(loaded):
+        base, base_name = base.merge_and_unload(), ""  # no longer the weights of that name
+        make_trainable(base, gradient_checkpointing=checkpointing)
+    targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = peft.get_peft_model(base, config)
+    model.peft_config["default"].base_model_name_or_path = base_name
+    return replace(loaded, model=model.train(checkpointing))
+
+
+def load_adapter(loaded: LoadedModel, directory: str | Path, *, trainable: bool = True) -> LoadedModel:
+    """The model with an adapter read from a directory. The given model must not be used any more."""
+    peft = _peft()
+    directory = Path(directory)
+    if has_adapter(loaded):
+        raise LoadError("the model already carries an adapter: merge it first with `lora.merged`")
+    if not (directory / "adapter_model.safetensors").is_file():
+        raise LoadError(
+            f"adapter {str(directory)!r}: adapter_model.safetensors is missing; give a directory written by "
+            "`lora.save_adapter` or by peft (Pickle is never read)"
+        )
+    checkpointing = bool(loaded.model.is_gradient_checkpointing)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Found missing adapter keys")  # they would stay random
+            model = peft.PeftModel.from_pretrained(loaded.model, directory, is_trainable=trainable)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, UserWarning) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise LoadError(f"adapter {str(directory)!r} does not fit model {loaded.name!r}: {reason}") from error
+    check_finite(model, where=str(directory))
+    model.peft_config["default"].lora_dropout = 0.0
+    stop_dropout(model)
+    return replace(loaded, model=model.train(checkpointing))
+
+
+def has_adapter(loaded: LoadedModel) -> bool:
+    """Whether the model carries an adapter."""
+    return hasattr(loaded.model, "peft_config")
+
+
+@contextmanager
+def reference(model: Any) -> Iterator[Any]:
+    """The model as it was before its adapter began to train, for the time of the `with`. No second copy is made."""
+    if not hasattr(model, "disable_adapter"):
+        raise ValueError("the model carries no adapter to switch off: keep a frozen copy of it as the reference")
+    with model.disable_adapter():
+        yield model
+
+
+def merged(loaded: LoadedModel) -> LoadedModel:
+    """A copy with the adapter worked into plain weights. The given model stays as it is and can train on.
+
+    Taken from a copy because adding an adapter to the weights and taking it off again does not restore every bit.
+    """
+    if not has_adapter(loaded):
+        return replace(loaded, model=copy.deepcopy(loaded.model))
+    checkpointing = bool(loaded.model.is_gradient_checkpointing)
+    plain = copy.deepcopy(loaded.model).merge_and_unload(safe_merge=True)
+    make_trainable(plain, gradient_checkpointing=checkpointing)
+    return replace(loaded, model=plain)
+
+
+def export(loaded: LoadedModel, directory: str | Path) -> None:
+    """Write plain Hugging Face weights with the adapter merged in, and the tokenizer."""
+    save(merged(loaded), directory)
+
+
+def export_base(loaded: LoadedModel, directory: str | Path) -> None:
+    """Write the weights the adapter sits on, without it: the reference as a model of its own."""
+    if not has_adapter(loaded):
+        raise ValueError("the model carries no adapter, so it is its own base: use `load.save`")
+    save(replace(loaded, model=copy.deepcopy(loaded.model).unload()), directory)
+
+
+def save_adapter(loaded: LoadedModel, directory: str | Path, *, base: str | None = None) -> None:
+    """Write the adapter alone, in peft's layout, with the name of the model it belongs to.
+
+    An adapter that sits on top of a merged one belongs to weights that have no name yet: write those once with
+    `export_base` and pass their directory as `base`.
+    """
+    if not has_adapter(loaded):
+        raise ValueError("the model carries no adapter to save; add one with `lora.add_adapter`")
+    config = loaded.model.peft_config["default"]
+    name = base or config.base_model_name_or_path
+    if not name:
+        raise ValueError(
+            "the adapter sits on weights into which another one was merged, so it is no use without them: write them "
+            "with `lora.export_base` and pass their directory as base"
+        )
+    saved, config.base_model_name_or_path = config.base_model_name_or_path, str(name)
+    try:
+        # Embeddings never train under an adapter, and looking for them would ask the hub.
+        loaded.model.save_pretrained(directory, save_embedding_layers=False)
+    finally:
+        config.base_model_name_or_path = saved
+
+
+def _peft() -> ModuleType:
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("LoRA adapters need the peft package: pip install 'rolecall[lora]'") from error
+    return peft
