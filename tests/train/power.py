@@ -9,6 +9,8 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+Disk = dict | bytes
+"""A directory by name of entry, or the bytes of a file."""
 CALLS = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
 
@@ -76,22 +78,33 @@ class PowerModel:
             self._next += 1
         return self._ids[inode]
 
-    def disks(self, *, seed: int, draws: int) -> Iterator[tuple[int, Callable[[Path], None]]]:
-        """Moments before the end, and a function that builds what the disk may hold then.
+    def disks(self, *, seed: int, draws: int) -> Iterator[tuple[bool, Disk]]:
+        """Whether the work was over, and what the disk may hold then; no two alike.
 
         For each moment: all of it, nothing that was not synced, and `draws` mixtures.
         """
         rng = random.Random(seed)
-        for left, histories in zip(reversed(range(len(self.moments))), self.moments, strict=True):
+        seen = set()
+        for histories in self.moments:
+            over = histories is self.moments[-1]
             for pick in (lambda h: h[-1], lambda h: h[0], *[rng.choice] * draws):
-                chosen = {uid: pick(history) for uid, history in histories.items()}
-                yield left, lambda target, chosen=chosen: self._build(self.top, chosen, target)
+                disk = self._tree(self.top, {uid: pick(history) for uid, history in histories.items()})
+                if (over, repr(disk)) not in seen:
+                    seen.add((over, repr(disk)))
+                    yield over, disk
 
-    def _build(self, uid: int, chosen: dict[int, object], target: Path) -> None:
+    def _tree(self, uid: int, chosen: dict[int, object]) -> Disk:
         content = chosen[uid]
         if isinstance(content, dict):
-            target.mkdir()
-            for name, child in content.items():
-                self._build(child, chosen, target / name)
-        else:
-            target.write_bytes(content)
+            return {name: self._tree(child, chosen) for name, child in content.items()}
+        return content
+
+
+def build(disk: Disk, target: Path) -> None:
+    """Put the contents of a disk at `target`."""
+    if isinstance(disk, dict):
+        target.mkdir()
+        for name, child in disk.items():
+            build(child, target / name)
+    else:
+        target.write_bytes(disk)
