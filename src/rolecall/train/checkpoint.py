@@ -1,0 +1,316 @@
+"""Checkpoints that are complete or invisible.
+
+    checkpoints/step-000010/                  complete: manifest.json names every file with its size and sha256
+                step-000010.tmp-<uuid>/       being written or being removed; swept at the next start
+                step-000010.old-<uuid>/       complete, while the same step is being replaced; put back if need be
+                step-000010.corrupt/          damaged; left for a person to look at
+                step-000020.cut/              complete, but the run went back to before it
+
+The latest is found by reading manifests and hashing files, never by a pointer. Pickles are never read.
+"""
+
+import errno
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from rolecall.train import manifest
+from rolecall.train.files import (
+    DiskError,
+    disk_errno,
+    disk_error,
+    free_bytes,
+    fsync_path,
+    plain,
+    size_of,
+    sweep_unfinished,
+)
+from rolecall.train.formats import FormatError, check_format
+from rolecall.train.manifest import MANIFEST, DamagedCheckpointError, RefusedCheckpointError
+
+ABSENT = "(absent)"
+"""Stands for a field one of two configs does not have."""
+
+_STEP = re.compile(r"step-([0-9]{6,})")
+_OLD = re.compile(r"step-([0-9]{6,})\.old-[0-9a-f]+")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A checkpoint whose every file was hashed and found to be what was written."""
+
+    path: Path
+    """Its directory."""
+    step: int
+    """Steps done when it was saved."""
+    config: Mapping[str, Any]
+    """The run's config as plain JSON values."""
+    config_hash: str
+    """sha256 of the config."""
+    files: Mapping[str, int]
+    """Bytes by file name, the manifest left out."""
+
+    def require_config(self, config: object, *, may_differ: Iterable[str] = ()) -> None:
+        """Raise `RefusedCheckpointError` naming every field in which `config` differs from the checkpoint's.
+
+        A name in `may_differ` allows that field and all under it: "train" allows "train.steps".
+        """
+        allowed = tuple(may_differ)
+        differing = [
+            difference
+            for difference in differences(self.config, config)
+            if not any(difference[0] == name or difference[0].startswith(f"{name}.") for name in allowed)
+        ]
+        if differing:
+            fields = "; ".join(f"{field}: {old!r} in the checkpoint, {new!r} now" for field, old, new in differing)
+            raise RefusedCheckpointError(
+                f"{self.path} belongs to another config ({fields}); resume with the old values or start a new run"
+            )
+
+
+def differences(old: object, new: object) -> list[tuple[str, object, object]]:
+    """The fields in which two configs differ, as (dotted field, old, new), sorted by field."""
+    flat_old, flat_new = _flatten(_plain_config(old)), _flatten(_plain_config(new))
+    return [
+        (field, flat_old.get(field, ABSENT), flat_new.get(field, ABSENT))
+        for field in sorted(flat_old.keys() | flat_new.keys())
+        if not _same(flat_old.get(field, ABSENT), flat_new.get(field, ABSENT))
+    ]
+
+
+def save(
+    root: Path,
+    step: int,
+    write: Callable[[Path], None],
+    *,
+    config: object,
+    keep: int = 2,
+    protect: Iterable[int] = (),
+    need_bytes: int = 0,
+) -> Path:
+    """Save step `step` under `root` and return its directory, `step-000010`.
+
+    `write` is given an empty directory and puts files into it. They are fsynced, hashed and named in the manifest, and
+    only then does the directory take its name. Afterwards the newest `keep` checkpoints and the steps in `protect`
+    stay, the others go; so there must be room for one more than are kept. With `need_bytes`, the size the caller
+    expects, a disk that is too small is found before anything is written.
+
+    Raises `DiskError` if the disk is full, read-only or gone; what was written is removed and everything saved before
+    is untouched, so that the run can go on and try again later. Whatever else `write` raises is passed on.
+    """
+    if keep < 2:
+        raise ValueError(f"keep must be at least 2, got {keep}: a single checkpoint is no fallback if it is damaged")
+    if step < 0:
+        raise ValueError(f"step must be 0 or more, got {step}")
+    final = root / f"step-{step:06d}"
+    unfinished = _aside(final, "tmp")
+    plain_config = _plain_config(config)
+    try:
+        if not root.is_dir():
+            root.mkdir()
+            fsync_path(root.parent)
+        free = free_bytes(root)
+        if free is not None and free < need_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
+        unfinished.mkdir()
+        write(unfinished)
+        manifest.seal(unfinished, step, plain_config)
+        _publish(unfinished, final)
+    except BaseException as error:
+        written = size_of(unfinished)
+        code = disk_errno(error, place=unfinished)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if code is None:
+            raise
+        known = error.need or 0 if isinstance(error, DiskError) else 0
+        need = max(need_bytes, known, written, *(size_of(path) for _, path in _complete(root)))
+        raise disk_error(f"checkpoint {final.name}", root, code, need=need) from error
+    _retain(root, keep=keep, protect={*protect, step})
+    return final
+
+
+def latest(root: Path, *, strict: bool = False, read_only: bool = False) -> Checkpoint | None:
+    """The newest undamaged checkpoint under `root`, every file of it hashed once; None if there is none.
+
+    A damaged one is named in a warning, renamed `.corrupt` and passed over; with `strict` it raises
+    `DamagedCheckpointError` instead. One from a newer version of this program raises `RefusedCheckpointError`.
+    With `read_only` nothing is renamed, for those who look at a run they do not hold the lock of.
+    """
+    for _, path in reversed(_candidates(root)):
+        try:
+            checkpoint = verify(path)
+        except DamagedCheckpointError as error:
+            if not path.exists():
+                continue  # removed by the run's own retention while it was being read
+            if strict:
+                raise
+            _log.warning("%s; going back to the checkpoint before it", error)
+            if not read_only:
+                _rename_free(path, "corrupt")
+            continue
+        if path.name != f"step-{checkpoint.step:06d}" and not read_only:
+            return _put_back(checkpoint)
+        return checkpoint
+    return None
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at a path that somebody gave, verified.
+
+    Raises `RefusedCheckpointError` for anything that is not a checkpoint of this program: a file, a pickle, a zip, a
+    directory without a manifest. None of them is read beyond its first bytes.
+    """
+    if not path.exists():
+        raise RefusedCheckpointError(f"{path} does not exist; give a directory such as checkpoints/step-000010")
+    if not path.is_dir():
+        try:
+            check_format(path)
+        except FormatError as error:
+            raise RefusedCheckpointError(f"{error}; give a directory such as checkpoints/step-000010") from error
+        raise RefusedCheckpointError(f"{path} is a file; give a directory such as checkpoints/step-000010")
+    if not (path / MANIFEST).is_file():
+        for child in sorted(path.iterdir()):
+            if child.is_file():
+                try:
+                    check_format(child)
+                except FormatError as error:
+                    raise RefusedCheckpointError(str(error)) from error
+        raise RefusedCheckpointError(f"{path} has no {MANIFEST}, so it is not a complete checkpoint of this program")
+    return verify(path)
+
+
+def verify(path: Path) -> Checkpoint:
+    """Check one checkpoint directory against its manifest, hashing every file once."""
+    checked = manifest.check(path)
+    return Checkpoint(
+        path=path,
+        step=checked["step"],
+        config=checked["config"],
+        config_hash=checked["config_hash"],
+        files={name: entry["size"] for name, entry in checked["files"].items()},
+    )
+
+
+def sweep(root: Path) -> list[Path]:
+    """Tidy up after a killed run, and return what was removed or renamed; the caller holds the run's lock."""
+    touched = sweep_unfinished(root)
+    for path in sorted(root.glob("step-*.old-*")) if root.is_dir() else []:
+        match = _OLD.fullmatch(path.name)
+        if match and not (final := root / f"step-{match.group(1)}").exists():
+            path.rename(final)
+            fsync_path(root)
+            touched.append(path)
+    return touched
+
+
+def cut_after(root: Path, step: int) -> list[Path]:
+    """Rename checkpoints later than `step` to `.cut`, so that a run that goes back does not find them again."""
+    later = [path for number, path in _candidates(root) if number > step]
+    renamed = [_rename_free(path, "cut") for path in later]
+    if renamed:
+        _log.warning("the run goes back to step %d; later checkpoints are now %s", step, [p.name for p in renamed])
+    return renamed
+
+
+def _publish(unfinished: Path, final: Path) -> None:
+    """Give a sealed directory its name. One that had it before is moved aside, complete, and removed by `_retain`."""
+    root = final.parent
+    old = None
+    if final.exists():
+        old = _aside(final, "old")
+        final.rename(old)
+        fsync_path(root)
+    try:
+        unfinished.rename(final)
+    except BaseException:
+        if old is not None:
+            old.rename(final)
+        raise
+    fsync_path(root)
+
+
+def _retain(root: Path, *, keep: int, protect: set[int]) -> None:
+    complete = _complete(root)
+    kept = {step for step, _ in complete[-keep:]} | protect
+    replaced = [path for path in root.glob("step-*.old-*") if (root / path.name.partition(".")[0]).exists()]
+    for path in [path for step, path in complete if step not in kept] + replaced:
+        try:
+            _remove(path)
+        except OSError as error:
+            _log.warning("could not remove the old checkpoint %s: %s", path, error)
+
+
+def _remove(path: Path) -> None:
+    """Out of sight first, so that a removal that is interrupted does not look like damage."""
+    doomed = _aside(path, "tmp")
+    path.rename(doomed)
+    fsync_path(path.parent)
+    shutil.rmtree(doomed)
+
+
+def _put_back(checkpoint: Checkpoint) -> Checkpoint:
+    """Give a checkpoint that was being replaced its name again; whatever had the name was found damaged or missing."""
+    final = checkpoint.path.parent / f"step-{checkpoint.step:06d}"
+    checkpoint.path.rename(final)
+    fsync_path(final.parent)
+    return replace(checkpoint, path=final)
+
+
+def _complete(root: Path) -> list[tuple[int, Path]]:
+    """Directories that bear the name of a complete checkpoint, by step."""
+    return [(step, path) for step, path in _candidates(root) if _STEP.fullmatch(path.name)]
+
+
+def _candidates(root: Path) -> list[tuple[int, Path]]:
+    """All that may be a complete checkpoint, by step; of one step, the one being replaced comes before the new one."""
+    found = []
+    for path in root.iterdir() if root.is_dir() else []:
+        match = _STEP.fullmatch(path.name) or _OLD.fullmatch(path.name)
+        if match and path.is_dir() and not path.is_symlink():
+            found.append((int(match.group(1)), "." not in path.name, path))
+    return [(step, path) for step, _, path in sorted(found)]
+
+
+def _plain_config(config: object) -> dict[str, Any]:
+    converted = plain(config, "config")
+    if not isinstance(converted, dict):
+        raise TypeError(f"a config is a mapping or a dataclass, got a {type(config).__name__}")
+    return converted
+
+
+def _flatten(config: dict[str, Any], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, child in config.items():
+        if isinstance(child, dict) and child:
+            flat.update(_flatten(child, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = child
+    return flat
+
+
+def _same(old: object, new: object) -> bool:
+    """Equal, where 1 and 1.0 are equal but 1 and True are not."""
+    return old == new and isinstance(old, bool) == isinstance(new, bool)
+
+
+def _aside(path: Path, kind: str) -> Path:
+    return path.with_name(f"{path.name.partition('.')[0]}.{kind}-{uuid4().hex}")
+
+
+def _rename_free(path: Path, ending: str) -> Path:
+    """Rename to `step-N.<ending>`, with a number if that name is taken."""
+    base = path.name.partition(".")[0]
+    target, count = path.with_name(f"{base}.{ending}"), 1
+    while target.exists():
+        count += 1
+        target = path.with_name(f"{base}.{ending}-{count}")
+    path.rename(target)
+    fsync_path(path.parent)
+    return target

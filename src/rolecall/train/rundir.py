@@ -1,0 +1,195 @@
+"""The directory of one run: its layout, its lock, its logs, and what a resume cuts away."""
+
+import errno
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Self
+
+from rolecall.train import checkpoint
+from rolecall.train.files import TMP_MARK, DiskError, disk_errno, disk_error, free_bytes, fsync_path, sweep_unfinished
+from rolecall.train.jsonl import JsonLines
+from rolecall.train.lock import LOCK, RunLock
+
+_NAME = re.compile(r"\w[\w.=+@,-]*")
+_STEP_FILE = re.compile(r"step-([0-9]{6,})(\.[\w-]+)*\.parquet")
+_LAYOUT = (
+    *("config.json", "run.json", "metrics.jsonl", "timing.jsonl", "report.html"),
+    *("rollouts", "updates", "checkpoints", "model"),
+)
+_log = logging.getLogger(__name__)
+
+
+class RunDirError(Exception):
+    """The run directory cannot be used as asked."""
+
+
+def run_path(runs: Path, name: str) -> Path:
+    """`runs/name`, refused with `RunDirError` unless it lies right inside `runs`."""
+    if not _NAME.fullmatch(name) or len(name.encode()) > 128:
+        raise RunDirError(
+            f"{name[:140]!r} cannot be a run's name: use letters, digits and . _ - = + @ , without separators, "
+            "beginning with a letter or digit, at most 128 bytes"
+        )
+    path = runs / name
+    if path.is_symlink() and path.resolve().parent != runs.resolve():
+        raise RunDirError(f"run {name!r} is a link to {path.resolve()}, outside {runs}; open it where it lies")
+    return path
+
+
+class RunDir:
+    """`runs/<name>`, held by this process until `close`.
+
+    ```
+    with RunDir(Path("runs"), "first", need_bytes=3 * size) as run:
+        write_atomically(run.config, ...)
+        run.metrics.append({"step": 1, "loss": 0.5})
+    ```
+
+    Without `resume` or `overwrite` the directory must be new or empty. `resume` needs one that is there; `overwrite`
+    removes an earlier run's files, and nothing else. Only one process of a job opens it (rank 0).
+    """
+
+    def __init__(
+        self, runs: Path, name: str, *, resume: bool = False, overwrite: bool = False, need_bytes: int = 0
+    ) -> None:
+        if resume and overwrite:
+            raise RunDirError("resume and overwrite contradict each other; give one of them")
+        self.path = run_path(runs, name)
+        self.config = self.path / "config.json"
+        self.run = self.path / "run.json"
+        self.rollouts = self.path / "rollouts"
+        self.updates = self.path / "updates"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self.report = self.path / "report.html"
+        self._lock = _locked(self.path, resume=resume)
+        try:
+            _check_use(self.path, resume=resume, overwrite=overwrite)
+            _check_room(self.path, need_bytes)
+            if overwrite:
+                _clear(self.path)
+            for folder in (self.rollouts, self.updates, self.checkpoints):
+                folder.mkdir(exist_ok=True)
+            for folder in (self.path, self.rollouts, self.updates):
+                sweep_unfinished(folder)
+            checkpoint.sweep(self.checkpoints)
+            fsync_path(self.path)
+            self.metrics = JsonLines(self.path / "metrics.jsonl")
+            self.timing = JsonLines(self.path / "timing.jsonl")
+        except BaseException as error:
+            self._lock.release()
+            code = disk_errno(error, place=self.path)
+            if code is None:
+                raise
+            raise disk_error("a run", self.path, code) from error
+
+    def cut_after(self, step: int) -> None:
+        """Bring the directory back to how it was after `step`: later lines, rollouts, updates and checkpoints go.
+
+        Later checkpoints are kept under the name `step-N.cut`. Called on resume, before the first new step.
+        """
+        self.metrics.cut_after(step)
+        self.timing.cut_after(step)
+        for folder in (self.rollouts, self.updates):
+            for number, path in _step_files(folder):
+                if number > step:
+                    path.unlink()
+            fsync_path(folder)
+        checkpoint.cut_after(self.checkpoints, step)
+
+    def thin(self, folder: Path, *, last: int, every: int = 0) -> list[Path]:
+        """Keep the files of the `last` newest steps, and of each step that `every` divides; returns what was removed.
+
+        `every` 0 keeps no others. For `rollouts` and `updates`.
+        """
+        if last < 1 or every < 0:
+            raise ValueError(f"last must be at least 1 and every at least 0, got {last} and {every}")
+        files = _step_files(folder)
+        newest = sorted({step for step, _ in files})[-last:]
+        removed = []
+        for step, path in files:
+            if step not in newest and not (every and step % every == 0):
+                path.unlink(missing_ok=True)
+                removed.append(path)
+        return removed
+
+    def sync(self) -> None:
+        """Put everything logged so far on the disk; called before a checkpoint is saved."""
+        try:
+            self.metrics.sync()
+            self.timing.sync()
+            for folder in (self.rollouts, self.updates):
+                fsync_path(folder)
+        except OSError as error:
+            raise disk_error("the logs", self.path, error.errno or errno.EIO) from error
+
+    def close(self) -> None:
+        """Close the logs and give the directory back."""
+        self.metrics.close()
+        self.timing.close()
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _locked(path: Path, *, resume: bool) -> RunLock:
+    """Make the directory if it is a new run's, and lock it, which also shows that it can be written."""
+    if path.exists() and not path.is_dir():
+        raise RunDirError(f"{path} is a file; choose another run name")
+    if resume and not path.is_dir():
+        raise RunDirError(f"there is no run to resume in {path}")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        fsync_path(path.parent)
+        return RunLock(path)
+    except OSError as error:
+        raise disk_error("a run", path, error.errno or errno.EIO) from error
+
+
+def _check_use(path: Path, *, resume: bool, overwrite: bool) -> None:
+    entries = sorted(child.name for child in path.iterdir() if child.name != LOCK and TMP_MARK not in child.name)
+    if resume and not entries:
+        raise RunDirError(f"there is no run to resume in {path}")
+    if overwrite and entries and not set(entries) & set(_LAYOUT):
+        raise RunDirError(f"{path} holds {entries[0]!r} but no run, so it is not overwritten; choose another run name")
+    if entries and not (resume or overwrite):
+        raise RunDirError(f"{path} is not empty; resume it, overwrite it, or choose another run name")
+
+
+def _check_room(path: Path, need_bytes: int) -> None:
+    """Find out now, not after the first hours, that the disk is too small."""
+    free = free_bytes(path)
+    if free is not None and free < need_bytes:
+        raise DiskError(
+            f"the run in {path} needs about {need_bytes:,} bytes but {free:,} are free; make room, keep fewer "
+            "checkpoints, or choose another disk",
+            path=path,
+            need=need_bytes,
+            free=free,
+        )
+
+
+def _clear(path: Path) -> None:
+    _log.warning("overwriting the run in %s", path)
+    for name in _LAYOUT:
+        entry = path / name
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif os.path.lexists(entry):
+            entry.unlink()
+
+
+def _step_files(folder: Path) -> list[tuple[int, Path]]:
+    found = []
+    for path in folder.iterdir():
+        match = _STEP_FILE.fullmatch(path.name)
+        if match:
+            found.append((int(match.group(1)), path))
+    return sorted(found)
