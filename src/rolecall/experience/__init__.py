@@ -1,0 +1,1 @@
+"""Experience: trajectories as batches, and on disk."""
