@@ -1,0 +1,205 @@
+"""Parquet files that say what they are: a name, a version, a schema; and columns of lists of uneven length."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
+
+import rolecall
+from rolecall.files import write_atomically
+
+_PREFIX = "rolecall."
+"""Of every key that is ours in a file's metadata."""
+
+
+class StoreError(ValueError):
+    """A file that cannot be read as what it should be."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """One kind of file."""
+
+    name: str
+    """What it is called in a file's metadata."""
+    version: int
+    """The version that is written. Grows when a column is added or changes its meaning."""
+    schema: pa.Schema
+    """The columns. A file may hold more; a nullable one may be missing."""
+    upgrades: Mapping[int, Callable[[pa.Table], pa.Table]] = field(default_factory=dict)
+    """From that version to the next. A version without an entry only lacks columns that may be null."""
+
+
+def list_of(value_type: pa.DataType, *, null_positions: bool = False) -> pa.DataType:
+    """A list column's type; `null_positions` lets single positions be null."""
+    return pa.list_(pa.field("element", value_type, nullable=null_positions))
+
+
+FLOATS = list_of(pa.float32(), null_positions=True)
+CODES = list_of(pa.uint8())
+IDS = list_of(pa.int32())
+"""Lists of numbers that may be missing at a position, of roles or verdicts, and of token ids."""
+
+
+def table_of(columns: Mapping[str, Any], schema: pa.Schema) -> pa.Table:
+    """Columns that are plain lists get the schema's type; the others have it."""
+    arrays = [columns[name] for name in schema.names]
+    kinds = zip(arrays, schema.types, strict=True)
+    return pa.table([pa.array(held, kind) if isinstance(held, list) else held for held, kind in kinds], schema=schema)
+
+
+def row_by_row(columns: Mapping[str, list]) -> Iterator[dict[str, Any]]:
+    """Columns as one dict per row."""
+    for row in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, row, strict=True))
+
+
+def write_table(path: Path, table: pa.Table, form: Format, facts: Mapping[str, str]) -> None:
+    """Write a table once, atomically, with the format's name and version and the given facts in its metadata."""
+    if path.exists():
+        raise FileExistsError(f"{path} is there already, and the record of a step is written once; remove it first")
+    named = {"schema": form.name, "schema_version": str(form.version), "version": rolecall.__version__, **facts}
+    table = table.replace_schema_metadata({_PREFIX + key: value for key, value in named.items()})
+    # A dictionary of numbers that hardly repeat makes the file larger and writing several times slower.
+    options = {"compression": "zstd", "use_dictionary": False, "write_page_checksum": True}
+    write_atomically(path, lambda aside: pq.write_table(table, aside, **options))
+
+
+def read_table(path: Path, form: Format) -> tuple[pa.Table, dict[str, str]]:
+    """A table with at least the format's columns, brought to its version, and the facts written with it."""
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            table = file.read()
+    except (pa.ArrowException, OSError) as error:
+        if getattr(error, "errno", None) is not None:  # the system's own: not there, not allowed
+            raise
+        raise StoreError(
+            f"{path} is not a whole Parquet file ({str(error).splitlines()[0]}); remove it, or bring back a copy"
+        ) from error
+    facts = _facts(table)
+    if facts.get("schema") != form.name or not facts.get("schema_version", "").isdecimal():
+        found = f"a file of {facts['schema']}" if "schema" in facts else "not written by rolecall"
+        raise StoreError(f"{path} is {found}, but a file of {form.name} is needed; check the path")
+    version = int(facts["schema_version"])
+    if version > form.version:
+        raise StoreError(
+            f"{path} is a file of {form.name} in version {version}, written by rolecall {facts.get('version', '?')}; "
+            f"this is rolecall {rolecall.__version__}, which reads up to version {form.version}: install a newer one"
+        )
+    for older in range(version, form.version):
+        table = form.upgrades.get(older, lambda same: same)(table)
+    return _fitted(table, form, path), facts
+
+
+def _facts(table: pa.Table) -> dict[str, str]:
+    metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
+    return {key.removeprefix(_PREFIX): value for key, value in metadata.items() if key.startswith(_PREFIX)}
+
+
+def _fitted(table: pa.Table, form: Format, path: Path) -> pa.Table:
+    """The same table with every column of the format, in its type."""
+    for column in form.schema:
+        index = table.schema.get_field_index(column.name)
+        if index >= 0 and table.schema.field(index).type == column.type:
+            continue
+        try:
+            if index >= 0:
+                table = table.set_column(index, column, table.column(index).cast(column.type))
+            elif column.nullable:
+                table = table.append_column(column, pa.nulls(len(table), column.type))
+            else:
+                raise pa.ArrowInvalid("it is missing")
+        except pa.ArrowException as error:
+            raise StoreError(
+                f"column {column.name!r} of {path} is not {column.type}: {error}; bring back a copy of the file"
+            ) from error
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Rows of uneven length, end to end in one array."""
+
+    values: NDArray
+    """All rows, one after the other."""
+    lengths: NDArray
+    """Entries per row; 0 where there is no row."""
+    present: NDArray
+    """False where the row is null as a whole, which is not the same as empty."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[float] | None], dtype: DTypeLike) -> Self:
+        """From Python sequences."""
+        lengths, present = _extents(rows)
+        given = chain.from_iterable(row for row in rows if row is not None)
+        return cls(np.fromiter(given, dtype, count=int(lengths.sum())), lengths, present)
+
+    @classmethod
+    def joined(cls, rows: Sequence[NDArray | None]) -> Self:
+        """From one array per row."""
+        lengths, present = _extents(rows)
+        given = [row for row in rows if row is not None]
+        return cls(np.concatenate(given) if given else np.empty(0), lengths, present)
+
+    @classmethod
+    def cut(cls, rectangle: NDArray | None, lengths: NDArray) -> Self:
+        """From [rows, time], each row cut to its length; all rows null if there is no rectangle."""
+        if rectangle is None:
+            return cls(np.empty(0), np.zeros_like(lengths), np.zeros(len(lengths), bool))
+        return cls(rectangle[_inside(lengths, rectangle.shape[1])], lengths, np.ones(len(lengths), bool))
+
+    @classmethod
+    def read(cls, column: pa.ChunkedArray) -> Self:
+        """From a list column. Null positions become NaN."""
+        lists = column.combine_chunks()
+        lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
+        return cls(
+            lists.flatten().to_numpy(zero_copy_only=False), lengths, lists.is_valid().to_numpy(zero_copy_only=False)
+        )
+
+    def column(self, kind: pa.DataType) -> pa.Array:
+        """As a list column; NaN becomes null if the type allows null positions."""
+        nulls = np.isnan(self.values) if kind.value_field.nullable else None
+        offsets = pa.array(np.concatenate([[0], np.cumsum(self.lengths)]), pa.int32())
+        absent = None if self.present.all() else pa.array(~self.present)
+        return pa.ListArray.from_arrays(
+            offsets, pa.array(self.values, kind.value_type, mask=nulls), type=kind, mask=absent
+        )
+
+    def tuples(self) -> list[tuple | None]:
+        """Each row as plain Python; None where there is none."""
+        values, start = self.values.tolist(), 0
+        rows: list[tuple | None] = []
+        for length, present in zip(self.lengths.tolist(), self.present.tolist(), strict=True):
+            rows.append(tuple(values[start : start + length]) if present else None)
+            start += length
+        return rows
+
+    def rectangle(self, time: int, fill: float) -> NDArray:
+        """As [rows, time], `fill` behind each row's end."""
+        out = np.full((len(self.lengths), time), fill, self.values.dtype)
+        out[_inside(self.lengths, time)] = self.values
+        return out
+
+
+def _extents(rows: Iterable[Sequence[float] | NDArray | None]) -> tuple[NDArray, NDArray]:
+    counts = [None if row is None else len(row) for row in rows]
+    return np.array([count or 0 for count in counts], np.int64), np.array([count is not None for count in counts], bool)
+
+
+def _inside(lengths: NDArray, time: int) -> NDArray:
+    return np.arange(time) < lengths[:, None]
+
+
+def as_numpy(tensor: Tensor, dtype: torch.dtype) -> NDArray:
+    """A tensor's values, wherever it lives."""
+    return tensor.detach().to("cpu", dtype).numpy()

@@ -1,0 +1,296 @@
+"""What a training step saw, on disk: `rollouts/step-000012.parquet`, one row per trajectory.
+
+Plain Parquet, with one list entry per token: index t means token t in every list. Written once, whole or not at all.
+In memory NaN means "not computed at this position"; on disk that is null. docs/files.md explains the columns.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rolecall.experience.parquet import (
+    CODES,
+    FLOATS,
+    IDS,
+    Format,
+    Ragged,
+    StoreError,
+    as_numpy,
+    list_of,
+    read_table,
+    row_by_row,
+    table_of,
+    write_table,
+)
+from rolecall.maths.roles import Role, Verdict
+from rolecall.types import Batch, Finish, Sampling, Trajectory
+
+_TURNS = list_of(
+    pa.struct([pa.field("start", pa.int32(), nullable=False), pa.field("end", pa.int32(), nullable=False)])
+)
+_SAMPLING = pa.struct(
+    [
+        pa.field("temperature", pa.float64(), nullable=False),
+        pa.field("top_k", pa.int64()),
+        pa.field("top_p", pa.float64()),
+        pa.field("min_p", pa.float64()),
+        pa.field("max_new_tokens", pa.int64(), nullable=False),
+        pa.field("stop_ids", IDS),
+        pa.field("stop_strings", list_of(pa.string()), nullable=False),
+    ]
+)
+_TOKENS = {"ids": np.int32, "roles": np.uint8, "behaviour_logprobs": np.float32}
+"""The fields of a trajectory that hold one entry per token, and the columns of the same names."""
+_COMPUTED = ("old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns", "weights")
+"""The fields of a batch that are computed per position, and the columns of the same names."""
+
+ROLLOUTS = Format(
+    name="rollouts",
+    version=1,
+    schema=pa.schema(
+        [
+            pa.field("step", pa.int64(), nullable=False),
+            pa.field("group", pa.int64(), nullable=False),
+            pa.field("episode", pa.int64(), nullable=False),
+            pa.field("agent", pa.string(), nullable=False),
+            pa.field("author", pa.string(), nullable=False),
+            pa.field("prompt", pa.int64()),
+            pa.field("sample", pa.int64()),
+            pa.field("prompt_text", pa.string(), nullable=False),
+            pa.field("answer_text", pa.string(), nullable=False),
+            pa.field("score", pa.float64()),
+            pa.field("scores", pa.map_(pa.string(), pa.float64()), nullable=False),
+            pa.field("reward_failure", pa.string()),
+            pa.field("finish", pa.string(), nullable=False),
+            pa.field("policy_version", pa.int64(), nullable=False),
+            pa.field("seed", pa.int64()),
+            pa.field("sampling", _SAMPLING),
+            pa.field("turns", _TURNS, nullable=False),
+            pa.field("ids", IDS, nullable=False),
+            pa.field("roles", CODES, nullable=False),
+            pa.field("verdicts", CODES),
+            pa.field("behaviour_logprobs", FLOATS),
+            *(pa.field(name, FLOATS) for name in _COMPUTED),
+            pa.field("behaviour_prompt_ids", IDS),
+            pa.field("extras", pa.string(), nullable=False),
+        ]
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutDetails:
+    """What is known of a trajectory besides its tokens."""
+
+    prompt_text: str
+    """The prompt, as people read it."""
+    answer_text: str
+    """The answer, as people read it."""
+    seed: int | None
+    """The seed it was sampled with; None if nothing was sampled."""
+    sampling: Sampling | None
+    """How it was sampled; None if nothing was sampled."""
+    prompt: int | None = None
+    """The row of the data it answers."""
+    sample: int | None = None
+    """Which of the prompt's answers it is, as the engine counts them."""
+    reward_failure: str | None = None
+    """Why there is no score."""
+    extras: Mapping[str, object] = field(default_factory=dict)
+    """Anything else that JSON can hold."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollouts:
+    """A rollouts file in memory."""
+
+    step: int
+    """The training step."""
+    trajectories: tuple[Trajectory, ...]
+    """Row by row."""
+    batch: Batch
+    """The same as a rectangle just wide enough, with what was computed. Behind a row's end: id 0, NaN, `PAD`."""
+    details: tuple[RolloutDetails, ...]
+    """Row by row."""
+    model: str
+    """Fingerprint of the weights that were trained, as given when it was written."""
+    tokenizer: str
+    """Fingerprint of the tokenizer, as given when it was written."""
+    version: str
+    """The rolecall that wrote it."""
+
+
+def write_rollouts(
+    path: Path,
+    trajectories: Sequence[Trajectory],
+    batch: Batch,
+    *,
+    step: int,
+    details: Sequence[RolloutDetails],
+    model: str,
+    tokenizer: str,
+) -> None:
+    """Record a step's trajectories and what was computed from them. `batch` holds the trajectories in the same order.
+
+    Per-position numbers are kept as float32, scores in full.
+    """
+    if not trajectories:
+        raise ValueError(f"there are no trajectories to write to {path}")
+    if not len(trajectories) == len(batch) == len(details):
+        raise ValueError(
+            f"{len(trajectories)} trajectories, {len(batch)} batch rows and {len(details)} details do not fit together"
+        )
+    tokens = {name: Ragged.of([getattr(t, name) for t in trajectories], dtype) for name, dtype in _TOKENS.items()}
+    lengths = tokens["ids"].lengths
+    _check_same(trajectories, batch, tokens)
+    columns = _from_trajectories(trajectories) | _from_details(details)
+    columns |= {name: rows.column(ROLLOUTS.schema.field(name).type) for name, rows in tokens.items()}
+    columns["step"] = [step] * len(trajectories)
+    columns["score"] = _nullable(batch.scores, len(batch))
+    columns["verdicts"] = _cut(batch.verdicts, lengths, torch.uint8).column(CODES)
+    for name in _COMPUTED:
+        columns[name] = _cut(getattr(batch, name), lengths, torch.float32).column(FLOATS)
+    scored = {} if batch.scores is None else {"score_dtype": str(batch.scores.dtype).removeprefix("torch.")}
+    facts = {"model": model, "tokenizer": tokenizer, **scored}
+    write_table(path, table_of(columns, ROLLOUTS.schema), ROLLOUTS, facts)
+
+
+def read_rollouts(path: Path) -> Rollouts:
+    """What `write_rollouts` wrote, bit for bit; padding aside, and NaN is NaN whatever its bits."""
+    table, facts = read_table(path, ROLLOUTS)
+    if not len(table):
+        raise StoreError(f"{path} holds no trajectories; remove it")
+    ragged = {name: Ragged.read(table[name]) for name in (*_TOKENS, "verdicts", *_COMPUTED)}
+    lengths = ragged["ids"].lengths
+    for name, rows in ragged.items():
+        if ((rows.lengths != lengths) & rows.present).any():
+            raise StoreError(f"column {name!r} of {path} is not as long as the ids; bring back a copy of the file")
+    time = int(lengths.max())
+    fills = {"ids": 0, "roles": int(Role.PAD), "verdicts": int(Verdict.PADDING)}
+    tensors = {
+        name: torch.from_numpy(rows.rectangle(time, fills.get(name, np.nan)))
+        for name, rows in ragged.items()
+        if rows.present.any()
+    }
+    if "score_dtype" in facts:
+        dtype = getattr(torch, facts["score_dtype"])
+        tensors["scores"] = torch.from_numpy(table["score"].to_numpy().copy()).to(dtype)
+    batch = Batch(
+        ids=tensors.pop("ids").long(),
+        groups=torch.from_numpy(table["group"].to_numpy().copy()),
+        policy_versions=torch.from_numpy(table["policy_version"].to_numpy().copy()),
+        **tensors,
+    )
+    return Rollouts(
+        step=table["step"][0].as_py(),
+        trajectories=_to_trajectories(table, ragged),
+        batch=batch,
+        details=_to_details(table),
+        model=facts.get("model", ""),
+        tokenizer=facts.get("tokenizer", ""),
+        version=facts.get("version", ""),
+    )
+
+
+def _from_trajectories(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    plain = ("group", "episode", "agent", "author", "finish", "policy_version")
+    columns: dict[str, Any] = {name: [getattr(t, name) for t in trajectories] for name in plain}
+    prompts = Ragged.of([t.behaviour_prompt_ids for t in trajectories], np.int32)
+    columns["behaviour_prompt_ids"] = prompts.column(IDS)
+    columns["turns"] = [[{"start": start, "end": end} for start, end in t.turns] for t in trajectories]
+    columns["scores"] = [list(t.scores.items()) for t in trajectories]
+    return columns
+
+
+def _to_trajectories(table: pa.Table, ragged: Mapping[str, Ragged]) -> tuple[Trajectory, ...]:
+    names = ("group", "episode", "agent", "author", "policy_version")
+    columns = {name: table[name].to_pylist() for name in names}
+    columns["finish"] = [Finish(finish) for finish in table["finish"].to_pylist()]
+    for name in _TOKENS:
+        columns[name] = ragged[name].tuples()
+    columns["behaviour_prompt_ids"] = Ragged.read(table["behaviour_prompt_ids"]).tuples()
+    columns["turns"] = [tuple((turn["start"], turn["end"]) for turn in turns) for turns in table["turns"].to_pylist()]
+    columns["scores"] = [dict(scores) for scores in table["scores"].to_pylist()]
+    return tuple(Trajectory(**row) for row in row_by_row(columns))
+
+
+def _from_details(details: Sequence[RolloutDetails]) -> dict[str, Any]:
+    columns: dict[str, Any] = {name: [getattr(d, name) for d in details] for name in ("prompt", "sample", "seed")}
+    for name in ("prompt_text", "answer_text", "reward_failure"):
+        columns[name] = [_storable(getattr(d, name)) for d in details]
+    settings = {sampling: asdict(sampling) for sampling in {d.sampling for d in details} if sampling is not None}
+    columns["sampling"] = [None if d.sampling is None else settings[d.sampling] for d in details]
+    columns["extras"] = [_json(d.extras, row) for row, d in enumerate(details)]
+    return columns
+
+
+def _to_details(table: pa.Table) -> tuple[RolloutDetails, ...]:
+    names = ("prompt", "sample", "seed", "prompt_text", "answer_text", "reward_failure")
+    columns = {name: table[name].to_pylist() for name in names}
+    columns["sampling"] = [_to_sampling(settings) for settings in table["sampling"].to_pylist()]
+    columns["extras"] = [json.loads(extras) for extras in table["extras"].to_pylist()]
+    return tuple(RolloutDetails(**row) for row in row_by_row(columns))
+
+
+def _to_sampling(settings: Mapping[str, Any] | None) -> Sampling | None:
+    if settings is None:
+        return None
+    lists = {name: None if settings[name] is None else tuple(settings[name]) for name in ("stop_ids", "stop_strings")}
+    return Sampling(**{**settings, **lists})
+
+
+def _storable(text: str | None) -> str | None:
+    """Parquet holds UTF-8 only; half a surrogate pair, as broken file names have, is spelt out."""
+    return None if text is None else text.encode("utf-8", "backslashreplace").decode()
+
+
+def _json(extras: Mapping[str, object], row: int) -> str:
+    try:
+        return json.dumps(dict(extras), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the extras of row {row} cannot be JSON: {error}; make them plain values") from error
+
+
+def _check_same(trajectories: Sequence[Trajectory], batch: Batch, tokens: Mapping[str, Ragged]) -> None:
+    """Refuse a batch whose rows are not the trajectories: numbers would be recorded beside tokens they are not of."""
+    time, lengths = batch.ids.shape[1], tokens["ids"].lengths
+    if time < lengths.max():
+        raise ValueError(f"the batch has {time} positions but a trajectory has {lengths.max()} tokens")
+    inside = torch.arange(time) < torch.from_numpy(lengths)[:, None]
+    fills = {"ids": 0, "roles": int(Role.PAD), "behaviour_logprobs": np.nan}
+    # What lies behind a row's end is free, except for the role, which says that it is the end.
+    expected = {name: torch.from_numpy(rows.rectangle(time, fills[name])) for name, rows in tokens.items()}
+    expected["groups"] = torch.tensor([t.group for t in trajectories])
+    expected["policy_versions"] = torch.tensor([t.policy_version for t in trajectories])
+    for name, tensor in batch.tensors():
+        if name not in expected:
+            continue
+        found = tensor.detach().to("cpu", expected[name].dtype)
+        if name in ("ids", "behaviour_logprobs"):
+            found = found.where(inside, fills[name])
+        differs = (found != expected[name]) & ~(found.isnan() & expected[name].isnan())
+        if differs.any():
+            row = int(differs.nonzero()[0, 0])
+            raise ValueError(
+                f"batch.{name} differs from the trajectories' in row {row}; "
+                "give the batch and its trajectories in the same order"
+            )
+
+
+def _nullable(scores: Tensor | None, rows: int) -> pa.Array:
+    if scores is None:
+        return pa.nulls(rows, pa.float64())
+    held = as_numpy(scores, torch.float64)
+    return pa.array(held, mask=np.isnan(held))
+
+
+def _cut(rectangle: Tensor | None, lengths: NDArray, dtype: torch.dtype) -> Ragged:
+    return Ragged.cut(None if rectangle is None else as_numpy(rectangle, dtype), lengths)
