@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rolecall.files import DiskError, disk_errno, write_atomically
 from rolecall.train.checkpoint import latest, save
-from rolecall.train.files import DiskError, disk_errno, write_atomically
 from rolecall.train.jsonl import JsonLines, read_lines
 from rolecall.train.rundir import RunDir
 from rolecall.train.state import read_state, write_state

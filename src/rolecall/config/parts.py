@@ -5,11 +5,9 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """The model to train."""
+class PolicyOptions:
+    """How the model is held while it trains."""
 
-    name: str = "tiny"
-    """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run of rolecall."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The weights' dtype while training."""
     gradient_checkpointing: bool = False

@@ -7,8 +7,8 @@ from rolecall.config.parts import (
     ChatOptions,
     EngineOptions,
     EvalOptions,
-    ModelOptions,
     OptimOptions,
+    PolicyOptions,
     SamplingOptions,
     SaveOptions,
 )
@@ -121,7 +121,9 @@ class RLOptions:
 
     preset: str = "grpo"
     """The preset these options started from."""
-    model: ModelOptions = field(default_factory=ModelOptions)
+    model: str = "tiny"
+    """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
+    policy: PolicyOptions = field(default_factory=PolicyOptions)
     rows: str = "addition"
     """Prompts: a .jsonl or .parquet file, a saved Hugging Face dataset, a built-in task, or rg:NAME."""
     reward: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from rolecall.config.parts import ChatOptions, EngineOptions, EvalOptions, ModelOptions, OptimOptions, SaveOptions
+from rolecall.config.parts import ChatOptions, EngineOptions, EvalOptions, OptimOptions, PolicyOptions, SaveOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,7 +12,9 @@ class SFTOptions:
 
     preset: str = "sft"
     """The preset these options started from."""
-    model: ModelOptions = field(default_factory=ModelOptions)
+    model: str = "tiny"
+    """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
+    policy: PolicyOptions = field(default_factory=PolicyOptions)
     rows: str = "addition"
     """Demonstrations: rows with prompt and completion, or with messages; or a built-in task."""
     chat: ChatOptions = field(default_factory=ChatOptions)

@@ -30,7 +30,7 @@ class PolicyModel(nn.Module):
     """A causal language model with an optional critic, either a head on its trunk or a model of its own."""
 
     def __init__(self, model: Any, *, value_head: nn.Module | None = None, critic: nn.Module | None = None) -> None:
-        """`value_head` maps the trunk's hidden states to values; `critic(ids)` gives values of hidden states itself."""
+        """`value_head` maps the trunk's hidden states to values; `critic(ids)` gives values aligned with tokens itself."""
         super().__init__()
         if value_head is not None and critic is not None:
             raise ValueError("give a value head on the shared trunk or a separate critic, not both")
@@ -110,7 +110,7 @@ class PolicyModel(nn.Module):
         if self.value_head is not None:
             return self.value_head(hidden[:, :-1][asked]).flatten().float()
         if self.critic is not None:
-            return self.critic(ids)[:, :-1][asked].float()
+            return self.critic(ids)[:, 1:][asked].float()
         return None
 
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from rolecall.train import manifest
-from rolecall.train.files import (
+from rolecall.files import (
     DiskError,
     disk_errno,
     disk_error,
@@ -31,6 +30,7 @@ from rolecall.train.files import (
     size_of,
     sweep_unfinished,
 )
+from rolecall.train import manifest
 from rolecall.train.formats import FormatError, check_format
 from rolecall.train.manifest import MANIFEST, DamagedCheckpointError, RefusedCheckpointError
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rolecall.train.files import plain
+from rolecall.files import plain
 
 LOST_LINES = "lost_lines"
 """Key in the first line after a gap: how many lines before it the disk would not take."""

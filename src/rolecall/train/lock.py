@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from rolecall.train.files import write_atomically
+from rolecall.files import write_atomically
 
 LOCK = ".lock"
 """Name of the lock file in a run directory."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rolecall.train.files import fsync_path
+from rolecall.files import fsync_path
 from rolecall.train.formats import FormatError, check_format
 
 SCHEMA = 1

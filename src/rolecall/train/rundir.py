@@ -8,8 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Self
 
+from rolecall.files import TMP_MARK, DiskError, disk_errno, disk_error, free_bytes, fsync_path, sweep_unfinished
 from rolecall.train import checkpoint
-from rolecall.train.files import TMP_MARK, DiskError, disk_errno, disk_error, free_bytes, fsync_path, sweep_unfinished
 from rolecall.train.jsonl import JsonLines
 from rolecall.train.lock import LOCK, RunLock
 

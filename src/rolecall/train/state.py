@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rolecall.train.files import disk_errno, disk_error
+from rolecall.files import disk_errno, disk_error
 from rolecall.train.formats import check_format
 
 

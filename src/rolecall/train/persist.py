@@ -1,0 +1,80 @@
+"""What a checkpoint holds: the policy in Hugging Face layout, and everything else the run needs to go on exactly."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from rolecall.policy.load import LoadedModel, save
+from rolecall.policy.lora import export, has_adapter
+from rolecall.policy.model import PolicyModel
+from rolecall.train.manifest import RefusedCheckpointError
+from rolecall.train.state import first_non_finite, read_state, write_state
+
+_STATE = "trainer"
+
+
+class NotFinite(RuntimeError):
+    """A weight is NaN or infinite, so nothing is saved."""
+
+
+def write_checkpoint(
+    directory: Path,
+    *,
+    policy: LoadedModel,
+    module: PolicyModel,
+    optimizer: torch.optim.Optimizer,
+    learner: Mapping[str, Any],
+    extra: Mapping[str, Any],
+) -> None:
+    """Write all state of a run into a directory; refuse if any weight is not finite."""
+    bad = first_non_finite(dict(module.named_parameters()))
+    if bad is not None:
+        raise NotFinite(f"{bad} is not finite: this checkpoint was not written, the last one is good")
+    (export if has_adapter(policy) else save)(policy, directory)
+    state = {
+        "optimizer": optimizer.state_dict(),
+        "learner": dict(learner),
+        "extra": dict(extra),
+        "beside": {name: p.detach() for name, p in module.named_parameters() if _beside(name, policy)},
+    }
+    write_state(directory, _STATE, state)
+
+
+def read_checkpoint(
+    directory: Path, *, policy: LoadedModel, module: PolicyModel, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Put a checkpoint's weights and optimiser back; returns (learner state, extra)."""
+    state = read_state(directory, _STATE)
+    own = dict(module.named_parameters())
+    weights = dict(state["beside"])
+    if not has_adapter(policy):
+        weights |= {f"model.{name}": tensor for name, tensor in _saved_weights(directory).items()}
+    missing = [name for name, p in own.items() if p.requires_grad and name not in weights]
+    odd = [n for n, w in weights.items() if n in own and own[n].shape != w.shape]
+    if missing or odd:
+        name = (missing + odd)[0]
+        saved = tuple(weights[name].shape) if name in weights else "absent"
+        raise RefusedCheckpointError(
+            f"the checkpoint {directory} is of another model: {name} is {saved} there and {tuple(own[name].shape)} here"
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            if name in weights:
+                parameter.copy_(weights[name])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["learner"], state["extra"]
+
+
+def _beside(name: str, policy: LoadedModel) -> bool:
+    """Parameters that the Hugging Face files of the policy do not hold: heads, critics, adapters."""
+    return not name.startswith("model.") or (has_adapter(policy) and "lora_" in name)
+
+
+def _saved_weights(directory: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("model*.safetensors")):
+        weights |= load_file(path)
+    return weights

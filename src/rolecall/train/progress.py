@@ -1,0 +1,84 @@
+"""What a run tells while it goes on. Displays implement `Progress`; this module has the ones that need no terminal."""
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+_log = logging.getLogger("rolecall")
+
+
+class Progress(Protocol):
+    """Is told what happens, in order."""
+
+    def begin(self, title: str, *, start: int, steps: int) -> None:
+        """A run of `steps` steps begins, or goes on at `start`."""
+        ...
+
+    def phase(self, name: str) -> None:
+        """A phase of the step begins."""
+        ...
+
+    def step(self, step: int, metrics: Mapping[str, float], sentence: str) -> None:
+        """A step is done; the sentence says what it did."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Something worth a line of its own."""
+        ...
+
+    def end(self) -> None:
+        """The run is over."""
+        ...
+
+
+class Quiet:
+    """Tells nothing."""
+
+    def begin(self, title: str, *, start: int, steps: int) -> None: ...
+    def phase(self, name: str) -> None: ...
+    def step(self, step: int, metrics: Mapping[str, float], sentence: str) -> None: ...
+    def say(self, text: str) -> None: ...
+    def end(self) -> None: ...
+
+
+class Lines:
+    """Plain log lines: one for the first step, then at most one every few seconds, and one for everything said."""
+
+    def __init__(self, *, every_s: float = 5.0) -> None:
+        self._every, self._last = every_s, -float("inf")
+        self._steps, self._start, self._begun = 0, 0, time.monotonic()
+
+    def begin(self, title: str, *, start: int, steps: int) -> None:
+        """Name the run."""
+        self._steps, self._start, self._begun = steps, start, time.monotonic()
+        _log.info("%s: steps %d to %d", title, start + 1, steps)
+
+    def phase(self, name: str) -> None:
+        """Phases are too short for lines."""
+
+    def step(self, step: int, metrics: Mapping[str, float], sentence: str) -> None:
+        """One line if the last is old enough."""
+        now = time.monotonic()
+        if now - self._last < self._every and step != self._steps:
+            return
+        self._last = now
+        left = (now - self._begun) / max(1, step - self._start) * (self._steps - step)
+        _log.info("step %d/%d, %s left: %s", step, self._steps, duration(left), sentence)
+
+    def say(self, text: str) -> None:
+        """A line."""
+        _log.info("%s", text)
+
+    def end(self) -> None:
+        """Nothing to close."""
+
+
+def duration(seconds: float) -> str:
+    """12 s, 3 min 20 s, 2 h 5 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,0 +1,42 @@
+"""The frozen model that KL is measured against: the policy as it was before RL."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from rolecall.policy.lora import reference as without_adapter
+from rolecall.policy.model import PolicyModel
+
+
+class Reference:
+    """A frozen copy of the policy or, where an adapter trains, the policy with the adapter switched off."""
+
+    def __init__(self, policy: PolicyModel) -> None:
+        self._policy = policy
+        self._adapter = hasattr(policy.model, "disable_adapter")
+        self._frozen = None if self._adapter else self._copy()
+
+    def _copy(self) -> PolicyModel:
+        return PolicyModel(copy.deepcopy(self._policy.model).requires_grad_(False).eval())
+
+    @contextmanager
+    def module(self) -> Iterator[nn.Module]:
+        """The module to score with."""
+        if self._frozen is not None:
+            yield self._frozen
+        else:
+            with without_adapter(self._policy.model):
+                yield PolicyModel(self._policy.model)
+
+    def refresh(self) -> None:
+        """Make the policy of this moment the reference."""
+        if self._adapter:
+            raise ValueError("reference_every needs full weights: with an adapter the reference is the model below it")
+        self._frozen = self._copy()
+
+    @property
+    def weights(self) -> dict[str, object] | None:
+        """The frozen weights, for checkpoints of runs that refresh them; None with an adapter."""
+        return None if self._frozen is None else dict(self._frozen.model.named_parameters())
