@@ -1,0 +1,116 @@
+"""What rows are for: TRL's and verl's formats, recognised by their columns and used unchanged."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rolecall.tasks.rows import RowError, Rows
+
+Kind = Literal["prompt", "prompt_completion", "messages", "text", "preference"]
+Text = str | Sequence[Mapping[str, Any]]
+"""Plain text, or messages with `role` and `content`."""
+
+_NEEDS: dict[Kind, tuple[str, ...]] = {
+    "preference": ("chosen", "rejected"),
+    "prompt_completion": ("prompt", "completion"),
+    "prompt": ("prompt",),
+    "messages": ("messages",),
+    "text": ("text",),
+}
+_MISTAKEN = {"question": "prompt", "problem": "prompt", "instruction": "prompt", "conversations": "messages"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """A row by meaning. Fields that its kind does not have are None."""
+
+    kind: Kind
+    """What it is for."""
+    row: Mapping[str, Any]
+    """The row itself, all columns."""
+    prompt: Text | None = None
+    """Of a preference without one: what both answers begin with."""
+    completion: Text | None = None
+    """The demonstration of a prompt_completion row."""
+    chosen: Text | None = None
+    """The better answer, without the prompt."""
+    rejected: Text | None = None
+    """The worse answer, without the prompt."""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """A whole conversation."""
+    text: str | None = None
+    """A whole text."""
+    tools: Sequence[Any] = field(default_factory=tuple)
+    """Tool descriptions, for the chat template."""
+
+
+def kind_of(rows: Rows) -> Kind:
+    """Recognise rows by their columns. A row of verl is a "prompt" row."""
+    if not len(rows):
+        raise RowError("there are no rows")
+    for kind, needs in _NEEDS.items():
+        if set(needs) <= set(rows.columns):
+            return kind
+    known = [(column, _MISTAKEN[column]) for column in rows.columns if column in _MISTAKEN]
+    hint = f"rename `{known[0][0]}` to `{known[0][1]}`" if known else "rename the columns"
+    raise RowError(
+        f"the rows have the columns {', '.join(rows.columns)}; training needs `prompt`, `prompt` and `completion`, "
+        f"`messages`, `text`, or `chosen` and `rejected`: {hint}"
+    )
+
+
+def records(rows: Rows, kind: Kind | None = None) -> Iterator[Record]:
+    """Every row by meaning, in order. `kind` overrides what the columns say (to train on the prompts of pairs, say)."""
+    kind = kind or kind_of(rows)
+    for number, row in enumerate(rows):
+        yield record(row, kind, number=number)
+
+
+def record(row: Mapping[str, Any], kind: Kind, *, number: int = 0) -> Record:
+    """One row by meaning; `number` is for messages."""
+    fields = {name: _checked(row, name, number) for name in _NEEDS[kind]}
+    if kind == "preference":
+        if row.get("prompt") is not None:
+            fields["prompt"] = _checked(row, "prompt", number)
+        else:
+            fields["prompt"], fields["chosen"], fields["rejected"] = _parted(
+                fields["chosen"], fields["rejected"], number
+            )
+        if fields["chosen"] == fields["rejected"]:
+            raise RowError(f"row {number}: `chosen` and `rejected` are the same; a preference needs a difference")
+    if kind == "messages" and isinstance(fields["messages"], str):
+        raise RowError(f"row {number}: `messages` must be a list of messages, it is a text; name the column `text`")
+    if kind == "text" and not isinstance(fields["text"], str):
+        raise RowError(f"row {number}: `text` must be a text; name a list of messages `messages`")
+    return Record(kind=kind, row=row, tools=row.get("tools") or (), **fields)
+
+
+def _checked(row: Mapping[str, Any], name: str, number: int) -> Any:
+    """The column's value if it is text or messages."""
+    value = row.get(name)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple) and value:
+        if all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in value):
+            return value
+        raise RowError(f"row {number}: every message of `{name}` must be an object with `role` and `content`")
+    what = "missing" if value is None else "an empty list" if value in ([], ()) else f"a {type(value).__name__}"
+    raise RowError(f"row {number}: `{name}` must be a text or a list of messages, it is {what}")
+
+
+def _parted(chosen: Any, rejected: Any, number: int) -> tuple[Any, Any, Any]:
+    """(prompt, chosen, rejected) of answers that repeat their prompt: what they have in common in front."""
+    same = 0
+    for mine, theirs in zip(chosen, rejected, strict=False):
+        if mine != theirs:
+            break
+        same += 1
+    if isinstance(chosen, str) and same and chosen[same - 1] == " ":
+        same -= 1  # the space belongs to the word that follows it
+    if not same:
+        raise RowError(f"row {number}: `chosen` and `rejected` have nothing in common in front; add a `prompt` column")
+    if same in (len(chosen), len(rejected)):
+        raise RowError(
+            f"row {number}: one of `chosen` and `rejected` is the beginning of the other; add a `prompt` column"
+        )
+    return chosen[:same], chosen[same:], rejected[same:]
