@@ -1,3 +1,23 @@
 """RL post-training for language models and agents in which every token answers to its role."""
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rolecall.jobs.generate import generate as generate
+
 __version__ = "0.1.0"
+
+_JOBS = ("generate",)
+"""Functions of `rolecall.jobs`, a module each, that are imported (and torch with them) when first asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _JOBS:
+        raise AttributeError(f"module 'rolecall' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"rolecall.jobs.{name}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_JOBS])

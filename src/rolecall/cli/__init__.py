@@ -1,1 +1,136 @@
-"""The command line: thin, and quick to answer. A command's module is imported only when that command runs."""
+"""The command line: thin, and quick to answer. What a command needs is imported only when it runs.
+
+Exit codes: 0 done · 1 error · 2 the call is wrong · 3 diverged · 74 disk · 75 try again · 130 Ctrl-C · 143 SIGTERM
+"""
+
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TextIO
+
+import rolecall
+from rolecall.cli.commands import COMMANDS, Command, imported
+from rolecall.errors import UserError
+
+_ERROR, _USAGE, _INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `rolecall` with these arguments and return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    _make_printable(sys.stdout)
+    _make_printable(sys.stderr)
+    command = None
+    try:
+        if not words or words[0] in ("-h", "--help", "help"):
+            print(_overview())
+            code = 0
+        elif words[0] in ("-V", "--version"):
+            print(f"rolecall {rolecall.__version__}")
+            code = 0
+        else:
+            command = _command(words[0])
+            code = _run(command, words[1:])
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        for line in str(error).splitlines():
+            _say(line, command)
+        return error.exit_code
+    except KeyboardInterrupt:
+        _say("interrupted", command)
+        return _INTERRUPTED
+    except BrokenPipeError:  # who read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _ERROR
+    except Exception:
+        traceback.print_exc()
+        _say("this is a bug; please report it with the lines above and what `rolecall env` prints", command)
+        return _ERROR
+
+
+def _run(command: Command, words: Sequence[str]) -> int:
+    from rolecall.config.flags import parse
+    from rolecall.config.schema import schema
+
+    options = imported(command.options)
+    line = parse(words, schema(options))
+    presets = getattr(options, "presets", {})
+    if line.help is not None:
+        from rolecall.config.help import help_text
+
+        width = min(120, shutil.get_terminal_size((100, 24)).columns)
+        print(help_text(command.name, schema(options), presets=tuple(presets), about=line.help, width=width))
+        return 0
+    resolved = _resolve(options, presets, line)
+    if line.dry_run:
+        from rolecall.config.show import resolved_yaml
+
+        print(resolved_yaml(resolved), end="")
+        if command.plan is not None:
+            print(f"\n{imported(command.plan)(resolved.options)}")
+        return 0
+    result = imported(command.run)(resolved.options)
+    return result if isinstance(result, int) else 0
+
+
+def _resolve(options: type, presets: Any, line: Any) -> Any:
+    """Preset < file < flags. A file may name its preset; the flag is stronger."""
+    from rolecall.config.files import read_settings
+    from rolecall.config.merge import FLAGS, resolve
+
+    settings = read_settings(line.config) if line.config is not None else {}
+    named = settings.pop("preset", None) if presets else None
+    name = line.preset if line.preset is not None else named
+    layers: list[tuple[str, Any]] = []
+    if name is not None:
+        if not presets:
+            raise UserError("this command has no presets; leave out --preset")
+        if name not in presets:
+            close = get_close_matches(str(name), presets, n=1)
+            end = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(presets)}"
+            raise UserError(f"unknown preset {name!r}: {end}")
+        layers.append((f"preset {name}", presets[name]))
+    if line.config is not None:
+        layers.append((Path(line.config).name, settings))
+    return resolve(options, [*layers, (FLAGS, line.given)])
+
+
+def _command(word: str) -> Command:
+    for command in COMMANDS:
+        if command.name == word:
+            return command
+    close = get_close_matches(word, [command.name for command in COMMANDS], n=1, cutoff=0.5)
+    what = "option" if word.startswith("-") else "command"
+    end = f": did you mean `rolecall {close[0]}`?" if close else "; `rolecall --help` lists the commands"
+    raise UserError(f"unknown {what} {word!r}{end}")
+
+
+def _overview() -> str:
+    width = max(len(command.name) for command in COMMANDS)
+    return "\n".join(
+        [
+            rolecall.__doc__ or "",
+            "",
+            "usage: rolecall COMMAND [--option value ...]",
+            "",
+            *(f"  {command.name:{width}}  {command.about}" for command in COMMANDS),
+            "",
+            "`rolecall COMMAND --help` lists its options; `rolecall --version` says which version this is.",
+        ]
+    )
+
+
+def _say(sentence: str, command: Command | None) -> None:
+    print(f"rolecall{f' {command.name}' if command else ''}: {sentence}", file=sys.stderr, flush=True)
+
+
+def _make_printable(stream: TextIO) -> None:
+    """A character that the terminal's encoding lacks is escaped rather than an error."""
+    reconfigure = getattr(stream, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")

@@ -59,24 +59,6 @@ class OptimOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """How answers are drawn."""
-
-    temperature: float = 1.0
-    """Sampling temperature; 0 is greedy."""
-    top_k: int | None = None
-    """Draw from the k most likely tokens only."""
-    top_p: float | None = None
-    """Draw from the smallest set of tokens whose probability reaches p."""
-    min_p: float | None = None
-    """Draw only from tokens at least this many times as likely as the most likely one."""
-    max_new_tokens: int = 256
-    """The longest answer, its stop token included."""
-    stop_strings: tuple[str, ...] = ()
-    """Texts that end an answer."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """What samples the answers."""
 

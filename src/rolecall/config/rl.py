@@ -1,7 +1,7 @@
 """Options of `rolecall rl`, and its presets."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rolecall.config.parts import (
     ChatOptions,
@@ -9,9 +9,9 @@ from rolecall.config.parts import (
     EvalOptions,
     OptimOptions,
     PolicyOptions,
-    SamplingOptions,
     SaveOptions,
 )
+from rolecall.config.sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,56 +115,6 @@ class AlgorithmOptions:
         return "detach" if alone else "recompute"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RLOptions:
-    """Reinforcement learning of a language model from a reward."""
-
-    preset: str = "grpo"
-    """The preset these options started from."""
-    model: str = "tiny"
-    """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
-    policy: PolicyOptions = field(default_factory=PolicyOptions)
-    rows: str = "addition"
-    """Prompts: a .jsonl or .parquet file, a saved Hugging Face dataset, a built-in task, or rg:NAME."""
-    reward: tuple[str, ...] = ()
-    """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its own."""
-    reward_weights: tuple[float, ...] | None = None
-    """One weight per reward; 1 each if not given."""
-    reward_deadline: float = 60.0
-    """Seconds a reward function may take before it is killed and its sample counted as failed."""
-    chat: ChatOptions = field(default_factory=ChatOptions)
-    steps: int = 100
-    """Rollouts to train on."""
-    prompts: int = 16
-    """Prompts per rollout."""
-    samples: int = 8
-    """Answers per prompt."""
-    sampling: SamplingOptions = field(default_factory=SamplingOptions)
-    algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
-    optim: OptimOptions = field(default_factory=OptimOptions)
-    engine: EngineOptions = field(default_factory=EngineOptions)
-    eval: EvalOptions = field(default_factory=EvalOptions)
-    save: SaveOptions = field(default_factory=SaveOptions)
-    seed: int = 0
-    """Seeds everything: data order, sampling, new heads."""
-
-    def __post_init__(self) -> None:
-        if self.prompts < 1 or self.samples < 1 or self.steps < 1:
-            raise ValueError(
-                f"steps, prompts and samples must be at least 1, got {self.steps}, {self.prompts}, {self.samples}"
-            )
-        if self.sampling.temperature == 0:
-            raise ValueError(
-                "sampling.temperature 0 gives the same answer every time: there is nothing to compare; use 1"
-            )
-        if self.algorithm.minibatches > self.prompts * self.samples:
-            raise ValueError(
-                f"{self.prompts} x {self.samples} answers cannot be cut into {self.algorithm.minibatches} mini-batches"
-            )
-        if self.algorithm.name == "grpo" and self.samples < 2:
-            raise ValueError("grpo compares the answers to a prompt: samples must be at least 2")
-
-
 PRESETS: dict[str, dict[str, Any]] = {
     # Shao et al. 2024: group-relative advantages, clipped ratio, KL in the loss.
     "grpo": {"algorithm": {"name": "grpo", "kl_coef": 0.0}, "samples": 8},
@@ -211,3 +161,52 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Williams 1992, with the batch's mean score as baseline.
     "reinforce": {"algorithm": {"name": "reinforce", "baseline": "mean", "aggregate": "token-mean"}, "samples": 4},
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOptions:
+    """Reinforcement learning of a language model from a reward."""
+
+    presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
+    model: str = "tiny"
+    """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
+    policy: PolicyOptions = field(default_factory=PolicyOptions)
+    rows: str = "addition"
+    """Prompts: a .jsonl or .parquet file, a saved Hugging Face dataset, a built-in task, or rg:NAME."""
+    reward: tuple[str, ...] = ()
+    """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its own."""
+    reward_weights: tuple[float, ...] | None = None
+    """One weight per reward; 1 each if not given."""
+    reward_deadline: float = 60.0
+    """Seconds a reward function may take before it is killed and its sample counted as failed."""
+    chat: ChatOptions = field(default_factory=ChatOptions)
+    steps: int = 100
+    """Rollouts to train on."""
+    prompts: int = 16
+    """Prompts per rollout."""
+    samples: int = 8
+    """Answers per prompt."""
+    sampling: Sampling = field(default_factory=Sampling)
+    algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
+    optim: OptimOptions = field(default_factory=OptimOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    eval: EvalOptions = field(default_factory=EvalOptions)
+    save: SaveOptions = field(default_factory=SaveOptions)
+    seed: int = 0
+    """Seeds everything: data order, sampling, new heads."""
+
+    def __post_init__(self) -> None:
+        if self.prompts < 1 or self.samples < 1 or self.steps < 1:
+            raise ValueError(
+                f"steps, prompts and samples must be at least 1, got {self.steps}, {self.prompts}, {self.samples}"
+            )
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "sampling.temperature 0 gives the same answer every time: there is nothing to compare; use 1"
+            )
+        if self.algorithm.minibatches > self.prompts * self.samples:
+            raise ValueError(
+                f"{self.prompts} x {self.samples} answers cannot be cut into {self.algorithm.minibatches} mini-batches"
+            )
+        if self.algorithm.name == "grpo" and self.samples < 2:
+            raise ValueError("grpo compares the answers to a prompt: samples must be at least 2")

@@ -1,7 +1,6 @@
 """Options of `rolecall sft`."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from rolecall.config.parts import ChatOptions, EngineOptions, EvalOptions, OptimOptions, PolicyOptions, SaveOptions
 
@@ -10,8 +9,6 @@ from rolecall.config.parts import ChatOptions, EngineOptions, EvalOptions, Optim
 class SFTOptions:
     """Supervised fine-tuning on demonstrations."""
 
-    preset: str = "sft"
-    """The preset these options started from."""
     model: str = "tiny"
     """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
     policy: PolicyOptions = field(default_factory=PolicyOptions)
@@ -28,7 +25,7 @@ class SFTOptions:
     """Train the choice to stop, not only the content."""
     max_new_tokens: int = 64
     """Longest answer when evaluating."""
-    optim: OptimOptions = field(default_factory=OptimOptions)
+    optim: OptimOptions = field(default_factory=lambda: OptimOptions(lr=2e-5, warmup_steps=10, schedule="cosine"))
     engine: EngineOptions = field(default_factory=EngineOptions)
     eval: EvalOptions = field(default_factory=EvalOptions)
     save: SaveOptions = field(default_factory=SaveOptions)
@@ -38,6 +35,3 @@ class SFTOptions:
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch < 1:
             raise ValueError(f"steps and batch must be at least 1, got {self.steps} and {self.batch}")
-
-
-PRESETS: dict[str, dict[str, Any]] = {"sft": {"optim": {"lr": 2e-5, "warmup_steps": 10, "schedule": "cosine"}}}

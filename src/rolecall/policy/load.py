@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from rolecall.errors import UserError
 from rolecall.policy.tiny import tiny_model, tiny_tokenizer
 
 Dtype = Literal["float32", "bfloat16"]
@@ -31,7 +32,7 @@ _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, Runtim
 """What transformers raises on a model it cannot read."""
 
 
-class LoadError(ValueError):
+class LoadError(UserError):
     """A model that cannot be loaded, in one sentence: what, where, what to do."""
 
 

@@ -72,7 +72,7 @@ def tiny_model(seed: int = 0) -> Any:
 
 def tiny_tokenizer() -> Any:
     """The byte tokenizer. Decoding what was encoded gives back any text, character for character."""
-    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -88,7 +88,7 @@ def tiny_tokenizer() -> Any:
     )
 
 
-def _byte_characters() -> list[str]:
+def byte_characters() -> list[str]:
     """The printable character that stands for each byte in the vocabulary file of a byte-level tokenizer: itself where
     it is printable Latin-1, else the next free one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

@@ -29,7 +29,7 @@ from rolecall.train.data import RowOrder
 from rolecall.train.optim import lr_factor, set_lr
 from rolecall.train.score import score
 from rolecall.train.step import StepResult, Updater, trained
-from rolecall.types import Batch, Completion, Finish, Request, Sampling, Trajectory
+from rolecall.types import Batch, Completion, Finish, Request, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +96,7 @@ class RLLearner:
         self.watches, self._own_advantage, self._own_loss = watches, advantage, loss
         o = options.algorithm
         self.rule = TrainRule(stop=o.train_stop)
-        self.sampling = Sampling(**dataclasses.asdict(options.sampling))
+        self.sampling = options.sampling
         self.order = RowOrder(len(rows), seed=options.seed)
         self.kl: FixedKL | AdaptiveKL = FixedKL(coef=o.kl_coef)
         if o.kl_target is not None:

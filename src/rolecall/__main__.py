@@ -1,0 +1,7 @@
+"""`python -m rolecall`."""
+
+import sys
+
+from rolecall.cli import main
+
+sys.exit(main())

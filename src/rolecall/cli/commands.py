@@ -1,0 +1,43 @@
+"""The table of commands. What a row names is imported when it is needed, so that `--help` never waits for torch."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """One word behind `rolecall`. Functions and classes are given as "module:name"."""
+
+    name: str
+    """The word."""
+    about: str
+    """What it does, in half a line."""
+    options: str
+    """Its dataclass of options; an attribute `presets` of it holds nested settings by name."""
+    run: str
+    """Takes the options and does the work. An int that it returns is the exit code; anything else is 0."""
+    plan: str | None = None
+    """Takes the options and returns what --dry-run says below the settings."""
+
+
+COMMANDS = (
+    Command(
+        name="generate",
+        about="answers from a model, whole or token by token",
+        options="rolecall.config.generate:GenerateOptions",
+        run="rolecall.cli.generate:run",
+    ),
+    Command(
+        name="env",
+        about="versions and hardware, to paste into a bug report",
+        options="rolecall.config.env:EnvOptions",
+        run="rolecall.cli.env:run",
+    ),
+)
+
+
+def imported(name: str) -> Any:
+    """What "module:name" stands for."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)

@@ -1,0 +1,174 @@
+"""Reading the command line: `--a.b value`, `--a.b=value`, `--switch`, `--no-switch`, and `-` for `_` in names.
+
+Any option of the dataclass is a flag. Values stay text until `merge` checks them against their types, except where the
+text alone does not say what is meant: `none`, lists, and values in mappings whose keys are the user's own.
+
+    --sampling.top_k none           the option's None
+    --prompt a --prompt b           a list of texts: the flag once for each
+    --sampling.stop_ids 1,2         a list of numbers: commas, or the flag once for each; '' is the empty list
+    --chat_template_kwargs.x true   a key of a mapping, read as YAML
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args, get_origin
+
+from rolecall.config.schema import Option, Section, alternatives, nearest
+from rolecall.errors import UserError
+
+_WORDS = {"true": True, "false": False, "none": None}
+
+
+@dataclass(kw_only=True)
+class CommandLine:
+    """What was written behind a command."""
+
+    given: dict[str, Any] = field(default_factory=dict)
+    """The options, by dotted key."""
+    config: str | None = None
+    """--config: a file of settings."""
+    preset: str | None = None
+    """--preset: a named set of settings."""
+    dry_run: bool = False
+    """--dry-run: show what would be done."""
+    help: str | None = None
+    """--help: what it was asked about, empty for all; None if it was not asked."""
+
+
+def parse(arguments: Iterable[str], section: Section) -> CommandLine:
+    """Read the arguments of a command with these options. All that is wrong is told at once."""
+    reader = _Reader(section, arguments)
+    while reader.words:
+        reader.read_one()
+    if reader.problems and reader.line.help is None:
+        raise UserError("\n".join(reader.problems))
+    return reader.line
+
+
+class _Reader:
+    def __init__(self, section: Section, arguments: Iterable[str]) -> None:
+        self.section = section
+        self.words = deque(arguments)
+        self.line = CommandLine()
+        self.problems: list[str] = []
+        self._options = {option.flag: option for option in section.options()}
+        self._options |= {option.key: option for option in section.options()}
+        self._switched = {s.key: s for s in section.sections() if s.optional}
+
+    def read_one(self) -> None:
+        """Take one option, with its value, from the words."""
+        word = self.words.popleft()
+        if word in ("-h", "--help"):
+            self.line.help = self._value_behind() or ""
+        elif not word.startswith("--") or word == "--":
+            self._stray(word)
+        else:
+            written, equals, text = word[2:].partition("=")
+            self._read_named(written, text if equals else None)
+
+    def _read_named(self, written: str, text: str | None) -> None:
+        name = written.replace("-", "_")
+        positive = name.removeprefix("no_")
+        if name in self._options:
+            self._set(self._options[name], f"--{written}", text)
+        elif name in self._switched:
+            text = text if text is not None else self._word_behind()
+            self.line.given[name] = None if text in ("none", "false") else {}
+        elif name != positive and positive in self._switched:
+            self.line.given[positive] = None
+        elif name != positive and positive in self._options and self._options[positive].switch:
+            if text is not None:
+                self.problems.append(f"--{written} takes no value, got {text!r}")
+            self.line.given[self._options[positive].key] = False
+        elif name in ("config", "preset"):
+            text = text if text is not None else self._value_behind()
+            if not text:
+                self.problems.append(f"--{written} needs a {'file' if name == 'config' else 'name'}")
+            setattr(self.line, name, text)
+        elif name == "dry_run" and text is None:
+            self.line.dry_run = True
+        elif option := self._mapping_of(written):
+            key = written[len(option.flag) + 1 :]
+            if (text := self._needed(written, text)) is not None:
+                from rolecall.config.files import read_value
+
+                entries = self.line.given.setdefault(option.key, {})
+                entries[key] = read_value(text, where=f"--{written}")
+        else:
+            self._unknown(written, text)
+
+    def _set(self, option: Option, flag: str, text: str | None) -> None:
+        if option.switch:
+            text = text if text is not None else self._word_behind()
+            self.line.given[option.key] = True if text is None else _WORDS.get(text.lower(), text)
+            return
+        if (text := self._needed(flag[2:], text)) is None:
+            return
+        if option.optional and text.lower() == "none":
+            self.line.given[option.key] = None
+        elif option.many is not None:
+            before = self.line.given.get(option.key) or []
+            self.line.given[option.key] = [*before, *_elements(option.many, text)]
+        elif option.mapping:
+            from rolecall.config.files import read_value
+
+            self.line.given[option.key] = read_value(text, where=flag)
+        else:
+            self.line.given[option.key] = _value(option.type, text)
+
+    def _needed(self, written: str, text: str | None) -> str | None:
+        text = text if text is not None else self._value_behind()
+        if text is None:
+            self.problems.append(f"--{written} needs a value; one that begins with dashes is written --{written}=VALUE")
+        return text
+
+    def _value_behind(self) -> str | None:
+        """The next word if it is not an option. A negative number is none."""
+        return self.words.popleft() if self.words and not self.words[0].startswith("--") else None
+
+    def _word_behind(self) -> str | None:
+        return self.words.popleft() if self.words and self.words[0].lower() in _WORDS else None
+
+    def _mapping_of(self, written: str) -> Option | None:
+        """The option whose user-named key this is."""
+        for flag, option in self._options.items():
+            if option.mapping and written.replace("-", "_").startswith(f"{flag}.") and len(written) > len(flag) + 1:
+                return option
+        return None
+
+    def _unknown(self, written: str, text: str | None) -> None:
+        if text is None:
+            self._value_behind()  # its value, most likely
+        own = {"config": "config", "preset": "preset", "dry_run": "dry-run", "help": "help"}
+        guess = nearest(written, self.section, flags=True) or _near_own(written, own.values())
+        end = f": did you mean --{guess}?" if guess else "; --help lists all options"
+        self.problems.append(f"unknown option --{written}{end}")
+
+    def _stray(self, word: str) -> None:
+        key = word.partition("=")[0]
+        if "=" in word and (key in self._options or nearest(key, self.section)):
+            self.problems.append(f"unexpected {word!r}: write it as --{word}")
+        elif word.startswith("-") and word.lstrip("-").replace("-", "_") in self._options:
+            self.problems.append(f"unexpected {word!r}: write it as -{word}")
+        else:
+            self.problems.append(f"unexpected {word!r}: an option is written --name value, a list by repeating --name")
+
+
+def _near_own(written: str, names: Iterable[str]) -> str | None:
+    from difflib import get_close_matches
+
+    close = get_close_matches(written, list(names), n=1, cutoff=0.7)
+    return close[0] if close else None
+
+
+def _elements(hint: Any, text: str) -> list[Any]:
+    if str in alternatives(hint):
+        return [text]
+    return [_value(hint, part.strip()) for part in text.split(",")] if text else []
+
+
+def _value(hint: Any, text: str) -> Any:
+    """The text, or the choice that is written so where choices are not texts."""
+    choices = [c for t in alternatives(hint) if get_origin(t) is Literal for c in get_args(t)]
+    return next((choice for choice in choices if str(choice) == text), text)

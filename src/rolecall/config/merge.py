@@ -1,0 +1,209 @@
+"""Settings from several places made into one checked dataclass: preset < file < flags.
+
+Every source is flattened to dotted keys, so that the later one wins key by key and each value remembers where it came
+from. All problems of a call are found and told together, a sentence each.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from rolecall.config.schema import REQUIRED, Option, Section, alternatives, in_words, nearest, schema
+from rolecall.errors import UserError
+
+FLAGS = "the command line"
+"""The source of what was given as flags."""
+ARGUMENTS = "the arguments"
+"""The source of what was given from Python."""
+
+_ON = object()
+"""The value of a section that is switched on."""
+
+T = TypeVar("T")
+
+
+class ConfigError(UserError):
+    """Settings that cannot be used, a sentence for each problem."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved(Generic[T]):
+    """Checked options and where they come from."""
+
+    options: T
+    """The dataclass."""
+    sources: Mapping[str, str]
+    """Where each key was set that somebody set."""
+
+
+def resolve(options: type[T], layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Resolved[T]:
+    """Merge (source, nested settings) layers, the last one strongest, and check the result."""
+    whole = schema(options)
+    problems: list[str] = []
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for source, settings in layers:
+        layer = _Layer(whole=whole, source=source, problems=problems)
+        layer.read(whole, settings)
+        _overlay(values, layer.values)
+        sources |= dict.fromkeys(layer.values, source)
+    for option in whole.options():
+        if option.key in values:
+            values[option.key] = _checked(option, values[option.key], sources[option.key], problems)
+    built: Any = None if problems else _build(whole, values, problems)
+    if problems:
+        raise ConfigError(problems)
+    return Resolved(options=built, sources={key: sources[key] for key, value in values.items() if value is not _ON})
+
+
+def make(options: type[T], settings: Mapping[str, Any], *, source: str = ARGUMENTS) -> T:
+    """Options from nested (or dotted) settings; a section may be given as its dataclass."""
+    return resolve(options, [(source, settings)]).options
+
+
+def to_dict(options: Any) -> dict[str, Any]:
+    """Options as nested dicts, lists and scalars, ready for JSON."""
+    return {f.name: _plain(getattr(options, f.name)) for f in fields(options) if f.init}
+
+
+def from_dict(options: type[T], settings: Mapping[str, Any], *, source: str = "config.json") -> T:
+    """The options that `to_dict` was given."""
+    return make(options, settings, source=source)
+
+
+def label(key: str, source: str) -> str:
+    """What to call a key, so that the user finds it."""
+    if source == FLAGS:
+        return f"--{key}"
+    return f"`{key}`" if source == ARGUMENTS else f"`{key}` in {source}"
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return to_dict(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(entry) for entry in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+@dataclass(kw_only=True)
+class _Layer:
+    """The settings of one source by dotted key."""
+
+    whole: Section
+    source: str
+    problems: list[str]
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def read(self, section: Section, settings: Mapping[Any, Any]) -> None:
+        """Take in a section's settings; what has no place is a problem."""
+        parts = {part.name: part for part in section.parts}
+        for written, value in settings.items():
+            name, _, rest = str(written).partition(".")
+            part, inner = parts.get(name), {rest: value} if rest else value
+            if part is None or (rest and isinstance(part, Option) and not part.mapping):
+                self._unknown(f"{section.key}.{written}" if section.key else str(written))
+            elif isinstance(part, Section):
+                self._read_section(part, inner)
+            elif part.key not in self.values:
+                self.values[part.key] = inner
+            elif isinstance(self.values[part.key], Mapping) and isinstance(inner, Mapping):
+                self.values[part.key] = {**self.values[part.key], **inner}
+            else:
+                self.problems.append(f"{label(part.key, self.source)} is given twice; keep one")
+
+    def _read_section(self, section: Section, value: Any) -> None:
+        if is_dataclass(value) and isinstance(value, section.type):
+            value = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+        if value is None and section.optional:
+            self.values[section.key] = None
+        elif value is None:
+            return  # `optim:` with nothing below it
+        elif isinstance(value, Mapping):
+            if section.optional:
+                self.values[section.key] = _ON
+            self.read(section, value)
+        else:
+            self.problems.append(
+                f"{label(section.key, self.source)} holds settings of its own, such as "
+                f"`{section.key}.{section.parts[0].name}`; got {value!r}"
+            )
+
+    def _unknown(self, key: str) -> None:
+        guess = nearest(key, self.whole)
+        what = f"unknown key {label(key, self.source)}" if self.source != FLAGS else f"unknown option --{key}"
+        self.problems.append(f"{what}: did you mean `{guess}`?" if guess else f"{what}; docs/config.md lists all keys")
+
+
+def _overlay(values: dict[str, Any], layer: Mapping[str, Any]) -> None:
+    """Put a stronger layer on top, in place."""
+    for key, value in layer.items():
+        if value is None:  # a section that is off takes what was set in it along
+            for below in [k for k in values if k.startswith(f"{key}.")]:
+                del values[below]
+        if isinstance(value, Mapping) and isinstance(values.get(key), Mapping):
+            value = {**values[key], **value}
+        values[key] = value
+
+
+@cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True))
+
+
+def _checked(option: Option, value: Any, source: str, problems: list[str]) -> Any:
+    """The value as the option's type, or a problem."""
+    types = alternatives(option.type)
+    try:
+        if isinstance(value, bool) and bool not in types and not any(value in get_args(t) for t in types):
+            raise TypeError  # pydantic would take True for 1
+        return _adapter(option.type).validate_python(value)
+    except (ValidationError, TypeError):
+        name = label(option.flag if source == FLAGS else option.key, source)
+        guess = _near_choice(option, value)
+        problems.append(f"{name} must be {in_words(option.type)}, got {_shown(value)}{guess}")
+        return value
+
+
+def _near_choice(option: Option, value: Any) -> str:
+    choices = [str(c) for t in alternatives(option.type) if get_origin(t) is Literal for c in get_args(t)]
+    close = get_close_matches(str(value), choices, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _build(section: Section, values: Mapping[str, Any], problems: list[str]) -> Any:
+    """The section's dataclass, from the inside out; None if it is off or cannot be made."""
+    if section.optional and values.get(section.key, _ON if section.on else None) is None:
+        return None
+    arguments: dict[str, Any] = {}
+    for part in section.parts:
+        if isinstance(part, Section):
+            arguments[part.name] = _build(part, values, problems)
+        elif part.key in values:
+            arguments[part.name] = values[part.key]
+        elif part.default is REQUIRED:
+            problems.append(f"`{part.key}` is missing: give --{part.flag}, or `{part.key}` in a config file")
+        else:
+            arguments[part.name] = part.default
+    if problems:
+        return None
+    try:
+        return section.type(**arguments)
+    except ValueError as error:
+        problems.append(f"`{section.key}`: {error}" if section.key else str(error))
+        return None

@@ -1,0 +1,47 @@
+"""How to draw tokens: an option of every command that samples, and part of every request to an engine."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How to draw tokens."""
+
+    temperature: float = 1.0
+    """0 is greedy. Log-probs are of the tempered distribution (of temperature 1 when greedy)."""
+    top_k: int | None = None
+    """Draw from the k most likely tokens only."""
+    top_p: float | None = None
+    """Draw from the smallest set of most likely tokens whose probability reaches p."""
+    min_p: float | None = None
+    """Draw only from tokens at least min_p times as likely as the most likely one."""
+    max_new_tokens: int = 256
+    """The stop token counts."""
+    stop_ids: tuple[int, ...] | None = None
+    """None: the model's own. Empty: none, every answer runs to its limit."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end an answer; their tokens stay in it."""
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+        if self.max_new_tokens < 1:
+            raise ValueError(
+                f"max_new_tokens must be at least 1, got {self.max_new_tokens}; an answer has at least one token"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}; leave it out to draw from all tokens")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
+
+    @property
+    def cuts_support(self) -> bool:
+        """True if some tokens can never be drawn, so that the behaviour policy is not the one that is trained."""
+        return self.top_k is not None or (self.top_p is not None and self.top_p < 1) or bool(self.min_p)
+
+    @property
+    def scoring_temperature(self) -> float:
+        """The temperature at which log-probs are computed: greedy answers are scored at 1."""
+        return self.temperature if self.temperature > 0 else 1.0

@@ -1,0 +1,206 @@
+"""Answers from a model."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import nan
+from pathlib import Path
+from typing import Any
+
+from rolecall.config.generate import GenerateOptions
+from rolecall.config.merge import make
+from rolecall.errors import UserError
+from rolecall.maths.roles import Role
+from rolecall.policy.load import LoadedModel, load
+from rolecall.policy.token_text import token_texts
+from rolecall.rollout.engine import Engine, check_requests
+from rolecall.rollout.hf import HFEngine
+from rolecall.rollout.llama import unsupported
+from rolecall.rollout.native import NativeEngine
+from rolecall.types import Completion, Finish, Request, Trajectory
+
+Prompt = str | Sequence[Mapping[str, Any]]
+"""A text, or messages with "role" and "content"."""
+
+_QUIET = {"verbose": False}
+"""A prompt that is too long is an error here, so the tokenizer need not warn of it too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One answer to one prompt."""
+
+    prompt: Prompt
+    """What was asked."""
+    text: str
+    """The answer, without the token that ended it."""
+    trajectory: Trajectory
+    """Every token with its role and log-prob, those of the prompt first; its `group` is the prompt's number."""
+    tokens: tuple[str, ...]
+    """The text of each token."""
+
+    @property
+    def finish(self) -> Finish:
+        """Why it ended."""
+        return self.trajectory.finish
+
+    @property
+    def start(self) -> int:
+        """The index of the first token of the answer."""
+        return self.trajectory.turns[0][0]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens of the answer, the stop token included."""
+        return self.trajectory.ids[self.start :]
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """The log-prob of each token of the answer."""
+        return (self.trajectory.behaviour_logprobs or ())[self.start :]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generated:
+    """All answers, and what it took."""
+
+    answers: tuple[Answer, ...]
+    """In the order of the prompts, those to one prompt together."""
+    seconds: float
+    """Time in the engine, loading not included."""
+    engine: str
+    """The engine that sampled."""
+
+
+def generate(options: GenerateOptions | None = None, /, **settings: Any) -> list[Answer]:
+    """Answers to prompts: `generate(model="tiny", prompts=["12+34="], n=4, sampling={"temperature": 0.8})`.
+
+    Takes the options of `rolecall generate`, as one `GenerateOptions` or by name.
+    """
+    return list(run(make(GenerateOptions, settings) if options is None else options).answers)
+
+
+def run(options: GenerateOptions) -> Generated:
+    """Load the model, render the prompts, sample. Whatever is wrong with the call is found before sampling starts."""
+    prompts: list[Prompt] = [*options.prompts, *_read_prompts(options.prompts_file)]
+    loaded = load(options.model, dtype=options.dtype)
+    try:
+        requests = [
+            Request(
+                prompt_ids=prompt_ids(loaded, prompt, options),
+                sampling=options.sampling,
+                n=options.n,
+                seed=options.seed,
+                prompt=i,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        rows = loaded.model.get_output_embeddings().weight.shape[0]
+        check_requests(requests, context_length=loaded.context_length, vocabulary=rows)
+        name, engine = open_engine(loaded, options.engine)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    start = time.perf_counter()
+    completions = engine.generate(requests)
+    seconds = time.perf_counter() - start
+    answers = tuple(_answer(loaded, prompts[c.prompt], requests[c.prompt], c) for c in completions)
+    return Generated(answers=answers, seconds=seconds, engine=name)
+
+
+def open_engine(loaded: LoadedModel, name: str) -> tuple[str, Engine]:
+    """The engine of that name, or the quickest that can run the model, and its name."""
+    if name == "auto":
+        name = "native" if unsupported(loaded.model.config) is None else "hf"
+    engine = {"native": NativeEngine, "hf": HFEngine}[name]
+    return name, engine(loaded.model, loaded.tokenizer, stop_ids=loaded.stop_ids, context_length=loaded.context_length)
+
+
+def prompt_ids(loaded: LoadedModel, prompt: Prompt, options: GenerateOptions) -> tuple[int, ...]:
+    """The prompt as tokens, in the model's chat template if it is to be."""
+    messages = isinstance(prompt, list | tuple)
+    chat = loaded.has_chat_template if options.chat is None else options.chat
+    wish = "a list of messages" if messages else "a system message" if options.system is not None else "--chat"
+    if (messages or options.system is not None or chat) and not loaded.has_chat_template:
+        raise UserError(f"model {loaded.name!r} has no chat template, which {wish} needs; give prompts as plain text")
+    if messages and options.chat is False:
+        raise UserError("a list of messages needs the chat template; leave out --no-chat")
+    if not chat:
+        return tuple(loaded.tokenizer(prompt, **_QUIET)["input_ids"])
+    return _chat_ids(loaded.tokenizer, prompt, options)
+
+
+def _chat_ids(tokenizer: Any, prompt: Prompt, options: GenerateOptions) -> tuple[int, ...]:
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    try:
+        ids = tokenizer.apply_chat_template(
+            [*system, *asked],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            tokenizer_kwargs=_QUIET,
+            **options.chat_template_kwargs,
+        )
+    except Exception as error:  # a template is a program of the model's and raises what it likes
+        raise UserError(f"the model's chat template refuses the prompt: {' '.join(str(error).split())}") from error
+    return tuple(ids)
+
+
+def _answer(loaded: LoadedModel, prompt: Prompt, request: Request, completion: Completion) -> Answer:
+    given, ids = request.prompt_ids, completion.ids
+    stopped = completion.finish is Finish.STOP
+    roles = [Role.PROMPT] * len(given) + [Role.CONTENT] * (len(ids) - stopped) + [Role.STOP] * stopped
+    trajectory = Trajectory(
+        ids=(*given, *ids),
+        roles=tuple(int(role) for role in roles),
+        behaviour_logprobs=(*(nan for _ in given), *completion.behaviour_logprobs),
+        episode=completion.sample,
+        group=completion.prompt,
+        turns=((len(given), len(given) + len(ids)),),
+        finish=completion.finish,
+        policy_version=completion.policy_version,
+    )
+    content = ids[:-1] if stopped else ids
+    return Answer(
+        prompt=prompt,
+        text=loaded.tokenizer.decode(content, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+        trajectory=trajectory,
+        tokens=tuple(token_texts(loaded.tokenizer, trajectory.ids)),
+    )
+
+
+def _read_prompts(file: str | None) -> list[Prompt]:
+    """One prompt per line of a .txt file; of a .jsonl file the `prompt` or `messages` of each row."""
+    if file is None:
+        return []
+    path = Path(file).expanduser()
+    if path.suffix not in (".txt", ".jsonl"):
+        raise UserError(f"prompts file {file!r}: the name must end in .txt or .jsonl")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"prompts file {file!r} is not text in UTF-8") from error
+    except OSError as error:
+        raise UserError(f"prompts file {file!r} cannot be read: {error.strerror}") from error
+    numbered = [(i, line.rstrip("\r")) for i, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise UserError(f"prompts file {file!r} holds no prompts")
+    if path.suffix == ".txt":
+        return [line for _, line in numbered]
+    return [_row_prompt(line, where=f"prompts file {file!r}, line {i}") for i, line in numbered]
+
+
+def _row_prompt(line: str, *, where: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not a JSON object") from error
+    prompt = row.get("prompt", row.get("messages")) if isinstance(row, dict) else None
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
+        return prompt
+    raise UserError(f"{where} needs `prompt`, a text that is not empty, or `messages`, each with a role")
