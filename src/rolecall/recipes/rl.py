@@ -6,8 +6,7 @@ is optimised from an `Algorithm`. The learner holds all state of a run, so that 
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,56 +19,22 @@ from rolecall.maths.advantages import EMABaseline, flat_groups
 from rolecall.maths.kl import AdaptiveKL, FixedKL, kl_estimate
 from rolecall.maths.roles import Role, TrainRule, response_roles
 from rolecall.policy.load import LoadedModel
+from rolecall.policy.lora import has_adapter, merged
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.render import render
 from rolecall.recipes.algorithms import ALGORITHMS, Algorithm, Knobs
-from rolecall.rewards.records import Reward, Sample, Scored
+from rolecall.recipes.experience import MiniStep, Rollout, Watch
+from rolecall.recipes.measure import finish, in_words, measure_rollout, measure_update
+from rolecall.rewards.records import Reward, Sample
 from rolecall.rollout.engine import Engine
 from rolecall.train.data import RowOrder
+from rolecall.train.metrics import Meter
 from rolecall.train.optim import lr_factor, set_lr
+from rolecall.train.reference import Reference
 from rolecall.train.score import score
-from rolecall.train.step import StepResult, Updater, trained
+from rolecall.train.step import Updater, trained
+from rolecall.train.timing import Timer
 from rolecall.types import Batch, Completion, Finish, Request, Trajectory
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rollout:
-    """One step's experience: what was sampled, what it scored, and the batch made of it."""
-
-    step: int
-    trajectories: Sequence[Trajectory]
-    prompts: Sequence[str]
-    """The prompt of each trajectory as text."""
-    answers: Sequence[str]
-    """The answer of each trajectory as text, without its stop token."""
-    scored: Sequence[Scored]
-    batch: Batch
-    kl: Tensor | None
-    """[batch, time] KL to the reference at eligible positions, if there is a reference."""
-    algorithm: Algorithm
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MiniStep:
-    """One optimiser step of an update, for metrics and records."""
-
-    epoch: int
-    minibatch: int
-    rows: Tensor
-    batch: Batch
-    result: StepResult
-
-
-class Watch(Protocol):
-    """Looks at every stage of a step: metrics, tripwires and records are watches."""
-
-    def rolled_out(self, rollout: Rollout) -> None:
-        """Called when a rollout is ready, before it is trained on."""
-        ...
-
-    def updated(self, rollout: Rollout, steps: Sequence[MiniStep]) -> None:
-        """Called after the last optimiser step of a rollout, when the engine has the new weights."""
-        ...
 
 
 class RLLearner:
@@ -85,8 +50,9 @@ class RLLearner:
         engine: Engine,
         reward: Reward,
         rows: Sequence[Mapping[str, Any]],
-        reference: PolicyModel | None = None,
+        reference: Reference | None = None,
         watches: Sequence[Watch] = (),
+        timer: Timer | None = None,
         advantage: Any = None,
         loss: Any = None,
     ) -> None:
@@ -94,6 +60,7 @@ class RLLearner:
         self.options, self.policy, self.module, self.updater = options, policy, module, updater
         self.engine, self.reward, self.rows, self.reference = engine, reward, rows, reference
         self.watches, self._own_advantage, self._own_loss = watches, advantage, loss
+        self.timer = timer or Timer()
         o = options.algorithm
         self.rule = TrainRule(stop=o.train_stop)
         self.sampling = options.sampling
@@ -102,6 +69,9 @@ class RLLearner:
         if o.kl_target is not None:
             self.kl = AdaptiveKL(coef=o.kl_coef, target=o.kl_target, horizon=o.kl_horizon)
         self.baseline = EMABaseline(decay=0.9)
+        self._meter = Meter()
+        self._metrics: dict[str, float] = {}
+        self._terms: tuple[str, ...] = ()
 
     # -- rolling out ---------------------------------------------------------------------------------------------
 
@@ -109,7 +79,8 @@ class RLLearner:
         """Sample answers to the next prompts, score them, and make them a batch that is ready to train."""
         rows = [self.rows[i] for i in self._mine(self.order.take(self.options.prompts))]
         requests = [self._request(step, i, row) for i, row in enumerate(rows)]
-        completions = self.engine.generate(requests)
+        with self.timer.phase("generate"):
+            completions = self.engine.generate(requests)
         trajectories = [trajectory_of(requests[c.prompt], c, group=self._group(step, c.prompt)) for c in completions]
         answers = [self._text(c) for c in completions]
         samples = [
@@ -123,11 +94,13 @@ class RLLearner:
             )
             for c, answer in zip(completions, answers, strict=True)
         ]
-        scored = self.reward.score(samples, state={"global_step": step})
+        with self.timer.phase("reward"):
+            scored = self.reward.score(samples, state={"global_step": step})
         trajectories = [
             dataclasses.replace(t, scores=dict(s.scores)) for t, s in zip(trajectories, scored, strict=True)
         ]
-        batch, kl, algorithm = self._prepare(trajectories, [s.total for s in scored])
+        with self.timer.phase("score"):
+            batch, kl, algorithm = self._prepare(trajectories, [s.total for s in scored])
         rollout = Rollout(
             step=step,
             trajectories=trajectories,
@@ -138,6 +111,8 @@ class RLLearner:
             kl=kl,
             algorithm=algorithm,
         )
+        self._meter = Meter()
+        measure_rollout(self._meter, rollout, rule=self.rule)
         for watch in self.watches:
             watch.rolled_out(rollout)
         return rollout
@@ -170,7 +145,8 @@ class RLLearner:
                 batch = dataclasses.replace(batch, old_logprobs=old.logprobs)
         kl = None
         if self.reference is not None:
-            batch = dataclasses.replace(batch, ref_logprobs=self._score(self.reference, batch, eligible).logprobs)
+            with self.reference.module() as frozen:
+                batch = dataclasses.replace(batch, ref_logprobs=self._score(frozen, batch, eligible).logprobs)
             now = batch.old_logprobs if batch.old_logprobs is not None else batch.behaviour_logprobs
             assert now is not None
             assert batch.ref_logprobs is not None
@@ -220,8 +196,10 @@ class RLLearner:
                     part, rollout.algorithm.loss, temperature=self.sampling.scoring_temperature, record=True
                 )
                 steps.append(MiniStep(epoch=epoch, minibatch=i, rows=rows, batch=part, result=result))
-        self.engine.load(engine_weights(self.policy.model), self.engine.version + 1)
+        with self.timer.phase("sync"):
+            self.engine.load(engine_weights(self.policy), self.engine.version + 1)
         self._move_knobs(rollout)
+        self._measure(steps)
         for watch in self.watches:
             watch.updated(rollout, steps)
         return steps
@@ -243,7 +221,32 @@ class RLLearner:
             per_answer = float(rollout.kl.sum(dim=1).mean())
             self.kl = self.kl.update(per_answer, samples=len(batch))
         if o.reference_every is not None and self.reference is not None and (rollout.step + 1) % o.reference_every == 0:
-            self.reference.load_state_dict(self.module.state_dict(), strict=False)
+            self.reference.refresh()
+
+    def _measure(self, steps: Sequence[MiniStep]) -> None:
+        o = self.options.algorithm
+        measure_update(self._meter, steps, clip_low=o.clip_low, clip_high=o.clip_high)
+        self._terms = tuple(steps[0].result.terms)
+        found = self._meter.result(self.updater.all_sum, self.updater.all_max)
+        for name in self._terms:
+            found[f"loss/{name}"] = sum(s.result.terms[name] for s in steps) / len(steps)
+        found["loss"] = found["loss/total"] = sum(s.result.loss for s in steps) / len(steps)
+        found["grad_norm"] = found["loss/grad_norm"] = sum(s.result.grad_norm for s in steps) / len(steps)
+        found["skipped"] = float(sum(s.result.skipped for s in steps))
+        found["learning_rate"] = float(self.updater.optimizer.param_groups[0]["lr"])
+        found["kl_coef"] = self.kl.coef
+        found["policy_version"] = float(self.engine.version)
+        found["optimizer_steps"] = float(len(steps))
+        found |= getattr(self.reward, "take_metrics", dict)()
+        self._metrics = finish(found)
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers of the last step."""
+        return self._metrics
+
+    def explain(self) -> str:
+        """The last step in words."""
+        return in_words(self._metrics, self._terms)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -261,7 +264,7 @@ class RLLearner:
         self.order.load_state_dict(state["order"])
         self.kl = dataclasses.replace(self.kl, coef=state["kl_coef"])
         self.baseline = EMABaseline(**state["baseline"])
-        self.engine.load(engine_weights(self.policy.model), state["policy_version"])
+        self.engine.load(engine_weights(self.policy), state["policy_version"])
 
     # -- pieces --------------------------------------------------------------------------------------------------
 
@@ -336,9 +339,10 @@ def trajectory_of(request: Request, completion: Completion, *, group: int) -> Tr
     )
 
 
-def engine_weights(model: Any) -> dict[str, Tensor]:
-    """The weights an engine samples from, by their Hugging Face names."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+def engine_weights(policy: LoadedModel) -> dict[str, Tensor]:
+    """The weights an engine samples from, by their Hugging Face names; an adapter is merged into a copy."""
+    plain = merged(policy) if has_adapter(policy) else policy
+    return {name: parameter.detach() for name, parameter in plain.model.named_parameters()}
 
 
 def _with_advantages(batch: Batch, made: Tensor | tuple[Tensor, Tensor]) -> Batch:

@@ -57,6 +57,11 @@ class SFTLearner:
         """The numbers of the last step."""
         return self._metrics
 
+    def explain(self) -> str:
+        """The last step in words."""
+        m = self._metrics
+        return f"loss {m['loss']:.4f}, gradient {m['grad_norm']:.3g}, {m['num_tokens']:.0f} tokens"
+
     def state_dict(self) -> dict[str, Any]:
         """The data position."""
         return {"order": self.order.state_dict()}

@@ -1,0 +1,154 @@
+"""The numbers of an RL step, by TRL's names where it has one (docs/metrics.md), and the step in words."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rolecall.maths.advantages import flat_groups
+from rolecall.maths.kl import kl_estimate
+from rolecall.maths.losses import ratio
+from rolecall.maths.roles import Role, TrainRule, Verdict
+from rolecall.recipes.experience import MiniStep, Rollout
+from rolecall.train.metrics import Meter
+from rolecall.train.step import trained
+from rolecall.types import Finish
+
+
+def measure_rollout(meter: Meter, rollout: Rollout, *, rule: TrainRule) -> None:
+    """What was sampled and what it scored."""
+    batch = rollout.batch
+    assert batch.scores is not None
+    scores, include = batch.scores, ~batch.scores.isnan()
+    meter.mean("reward", scores, include)
+    meter.mean("reward_squared", scores.square(), include)
+    for name in rollout.scored[0].scores:
+        part = torch.tensor([_or_nan(s.scores.get(name)) for s in rollout.scored])
+        meter.mean(f"rewards/{name}/mean", part, ~part.isnan())
+        meter.mean(f"rewards/{name}/squared", part.square(), ~part.isnan())
+    meter.mean("rewards/failed", torch.tensor([float(s.failure is not None) for s in rollout.scored]))
+    meter.mean("frac_reward_zero_std", flat_groups(scores, batch.groups, include=include).float(), include)
+
+    answer = (batch.roles == Role.CONTENT) | (batch.roles == Role.STOP)
+    lengths = answer.sum(dim=1).float()
+    ended = torch.tensor([t.finish is Finish.STOP for t in rollout.trajectories])
+    meter.mean("completions/mean_length", lengths)
+    meter.largest("completions/max_length", lengths)
+    meter.smallest("completions/min_length", lengths)
+    meter.mean("completions/mean_terminated_length", lengths, ended)
+    meter.mean("completions/clipped_ratio", torch.tensor([float(t.finish.truncated) for t in rollout.trajectories]))
+    meter.total("num_tokens", (batch.roles != Role.PAD).sum())
+
+    eligible = rule.eligible(batch.roles)
+    meter.mean("untrainable", (~eligible.any(dim=1)).float())
+    if batch.old_logprobs is not None and batch.behaviour_logprobs is not None:
+        _mismatch(meter, batch.old_logprobs, batch.behaviour_logprobs, eligible)
+    if rollout.kl is not None:
+        meter.mean("kl", rollout.kl, eligible)
+        meter.mean("kl_per_answer", rollout.kl.sum(dim=1))
+    if batch.values is not None:
+        meter.mean("policy/value", batch.values, eligible)
+    if batch.returns is not None and batch.values is not None:
+        _explained_variance(meter, batch.returns, batch.values, eligible)
+    assert batch.advantages is not None
+    assert batch.verdicts is not None
+    mask = trained(batch)
+    meter.mean("policy/advantage", batch.advantages, mask)
+    meter.mean("policy/advantage_abs", batch.advantages.abs(), mask)
+    meter.mean("trained_share", mask.float(), batch.roles != Role.PAD)
+    for verdict in (Verdict.TRUNCATED, Verdict.REWARD_FAILED, Verdict.FLAT_GROUP, Verdict.BAD_RECORD):
+        meter.total(f"untrained_tokens/{verdict.name.lower()}", (batch.verdicts == verdict).sum())
+
+
+def measure_update(meter: Meter, steps: Sequence[MiniStep], *, clip_low: float, clip_high: float) -> None:
+    """What the optimiser steps did. The first one of a fresh rollout has ratio 1."""
+    for mini in steps:
+        batch, out = mini.batch, mini.result.outputs
+        mask = trained(batch)
+        meter.mean("entropy", out.entropy, mask)
+        if mini.epoch == mini.minibatch == 0 and batch.old_logprobs is None and batch.behaviour_logprobs is not None:
+            _mismatch(meter, out.logprobs, batch.behaviour_logprobs, mask)
+        old = batch.old_logprobs if batch.old_logprobs is not None else out.logprobs
+        rho = ratio(out.logprobs, old, mask)
+        meter.mean("policy/ratio", rho, mask)
+        meter.largest("policy/ratio_max", rho, mask)
+        meter.mean("policy/approx_kl", kl_estimate(old, out.logprobs, mask, kind="k3"), mask)
+        assert batch.advantages is not None
+        low = (rho < 1 - clip_low) & (batch.advantages < 0)
+        high = (rho > 1 + clip_high) & (batch.advantages > 0)
+        meter.mean("clip_ratio/low_mean", low.float(), mask)
+        meter.mean("clip_ratio/high_mean", high.float(), mask)
+        meter.mean("clip_ratio/region_mean", (low | high).float(), mask)
+
+
+def finish(found: dict[str, float]) -> dict[str, float]:
+    """Standard deviations from second moments, and aliases."""
+    out = dict(found)
+    for name in [n for n in out if n.endswith(("squared", "_second"))]:
+        second = out.pop(name)
+        if name == "reward_squared":
+            out["reward_std"] = max(0.0, second - out["reward"] ** 2) ** 0.5
+        elif name.startswith("rewards/"):
+            base = name.removesuffix("squared")
+            out[base + "std"] = max(0.0, second - out[base + "mean"] ** 2) ** 0.5
+    if "critic/residual_second" in found and "critic/return_second" in found:
+        residual = found["critic/residual_second"] - found["critic/residual_mean"] ** 2
+        spread = found["critic/return_second"] - found["critic/return_mean"] ** 2
+        for name in ("critic/residual_mean", "critic/return_mean"):
+            out.pop(name, None)
+        if spread > 0:
+            out["critic/explained_variance"] = 1 - residual / spread
+    if "entropy" in out:
+        out["policy/entropy"] = out["entropy"]
+    return out
+
+
+def in_words(m: dict[str, float], terms: Sequence[str]) -> str:
+    """One line: reward, what the loss is made of and why it is near 0 if it is, what moved, what the engine has."""
+    parts = [f"reward {m['reward']:.3f}" if "reward" in m else "no reward succeeded"]
+    made = " + ".join(f"{name} {m[f'loss/{name}']:+.4f}" for name in terms)
+    loss = f"loss {m.get('loss', 0.0):+.4f}" + (f" = {made}" if len(terms) > 1 else "")
+    if not terms:
+        loss = "no position trained, so there was no step"
+    elif abs(m.get("loss", 0.0)) < 1e-3:
+        loss += _why_small(m)
+    parts.append(loss)
+    parts.append(f"gradient {m.get('grad_norm', 0.0):.3g}")
+    if m.get("skipped"):
+        parts.append("NOT FINITE: step skipped, weights untouched")
+    elif "weights_moved" in m:
+        parts.append("weights moved" if m["weights_moved"] else "weights did not move")
+    if "engine_in_sync" in m:
+        parts.append("engine in sync" if m["engine_in_sync"] else "ENGINE OUT OF SYNC")
+    return ", ".join(parts)
+
+
+def _why_small(m: dict[str, float]) -> str:
+    if m.get("policy/advantage_abs", 1.0) == 0:
+        return " (every group is flat: all answers to a prompt scored the same)"
+    if abs(m.get("policy/ratio", 1.0) - 1) < 1e-3:
+        return " (advantages are centred and the ratio is 1: the value is near 0, its gradient is not)"
+    return ""
+
+
+def _mismatch(meter: Meter, trainer: Tensor, engine: Tensor, mask: Tensor) -> None:
+    """How far the trainer's log-probs are from those the engine sampled with."""
+    gap = torch.where(mask, trainer - engine, 0).abs()
+    meter.mean("sampling/sampling_logp_difference/mean", gap, mask)
+    meter.largest("sampling/sampling_logp_difference/max", gap, mask)
+    rho = ratio(trainer, engine, mask)
+    meter.mean("sampling/importance_sampling_ratio/mean", rho, mask)
+    meter.largest("sampling/importance_sampling_ratio/max", rho, mask)
+    meter.smallest("sampling/importance_sampling_ratio/min", rho, mask)
+
+
+def _explained_variance(meter: Meter, returns: Tensor, values: Tensor, mask: Tensor) -> None:
+    residual = returns - values
+    meter.mean("critic/residual_mean", residual, mask)
+    meter.mean("critic/residual_second", residual.square(), mask)
+    meter.mean("critic/return_mean", returns, mask)
+    meter.mean("critic/return_second", returns.square(), mask)
+
+
+def _or_nan(value: float | None) -> float:
+    return float("nan") if value is None else value

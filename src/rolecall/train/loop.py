@@ -1,0 +1,210 @@
+"""The loop: collect, update, log, evaluate, save. It knows one protocol and nothing of what is learned."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rolecall.files import DiskError
+from rolecall.train import checkpoint
+from rolecall.train.exit_codes import ExitCode
+from rolecall.train.progress import Progress
+from rolecall.train.rundir import RunDir
+from rolecall.train.signals import StopSignals
+from rolecall.train.timing import Timer
+
+
+class Learner(Protocol):
+    """Something that learns in steps."""
+
+    def collect(self, step: int) -> Any:
+        """Experience for one step."""
+        ...
+
+    def update(self, experience: Any) -> Any:
+        """Learn from it."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers about the last step. `skipped` above 0 means that its gradient was not finite."""
+        ...
+
+    def explain(self) -> str:
+        """The last step in words."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything beside weights and optimiser that the next step depends on."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopOptions:
+    """When to do what."""
+
+    steps: int
+    """The last step."""
+    save_every: int
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int
+    """Checkpoints that stay beside the best."""
+    eval_every: int
+    """Steps between evaluations; 0: never."""
+    main: str
+    """The evaluation's number that says which checkpoint is best; larger is better."""
+    stop_at: float | None = None
+    """End when it reaches this."""
+    bad_steps: int = 3
+    """So many steps in a row without a finite gradient end the run as diverged."""
+    disk_failures: int = 3
+    """So many saves in a row that find no room end the run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    step: int
+    """Steps done."""
+    exit_code: ExitCode
+    """0 done, 3 diverged, 74 disk, 130 and 143 stopped by a signal with everything saved."""
+    reason: str
+    """In words."""
+    best: float | None
+    """The best evaluation, if there was one."""
+    best_step: int | None
+    """The step it was taken at."""
+
+
+class Loop:
+    """One run. `run` is None on all ranks but the first, which alone writes."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        options: LoopOptions,
+        *,
+        run: RunDir | None,
+        config: object,
+        write: Callable[[Path, dict[str, Any]], None],
+        evaluate: Callable[[int], dict[str, float]] | None,
+        progress: Progress,
+        timer: Timer,
+        agree: Callable[[float], float] = lambda flag: flag,
+        log: Callable[[Mapping[str, float], int], None] = lambda metrics, step: None,
+    ) -> None:
+        """`write` puts all state into a checkpoint directory; `agree` is the maximum of a number over ranks."""
+        self.learner, self.options, self.run, self.config = learner, options, run, config
+        self.write, self.evaluate, self.progress, self.timer = write, evaluate, progress, timer
+        self.agree, self.log = agree, log
+        self.best: float | None = None
+        self.best_step: int | None = None
+        self._bad = self._disk_failures = 0
+        self._saved: int | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the loop itself remembers."""
+        return {"best": self.best, "best_step": self.best_step, "bad": self._bad}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.best, self.best_step, self._bad = state["best"], state["best_step"], state["bad"]
+
+    def go(self, *, start: int, title: str) -> Outcome:
+        """Steps start + 1 to the last, unless something ends the run before."""
+        with StopSignals() as stop:
+            self.progress.begin(title, start=start, steps=self.options.steps)
+            try:
+                if start == 0 and self.evaluate is not None and self.options.eval_every:
+                    self._evaluate(0)
+                return self._steps(start, stop)
+            finally:
+                self.progress.end()
+
+    def _steps(self, start: int, stop: StopSignals) -> Outcome:
+        o, step = self.options, start
+        for step in range(start + 1, o.steps + 1):
+            metrics = self._one(step)
+            self._bad = self._bad + 1 if metrics.get("skipped") else 0
+            if self._bad >= o.bad_steps:
+                return self._end(
+                    step,
+                    ExitCode.DIVERGED,
+                    f"diverged: loss or gradient was not finite in {self._bad} steps in a row; "
+                    f"the last good checkpoint is {'step ' + str(self._saved) if self._saved else 'the one before'}",
+                )
+            reached = improved = False
+            if self.evaluate is not None and o.eval_every and (step % o.eval_every == 0 or step == o.steps):
+                score = self._evaluate(step)
+                improved = self.best_step == step
+                reached = o.stop_at is not None and score is not None and score >= o.stop_at
+            stopping = bool(self.agree(float(stop.stop_requested)))
+            if stopping or reached or improved or step == o.steps or (o.save_every and step % o.save_every == 0):
+                self._save(step, stop)
+            if self._disk_failures >= o.disk_failures:
+                return self._end(step, ExitCode.DISK, f"no room for a checkpoint in {self._disk_failures} tries")
+            if stopping:
+                return self._end(step, stop.exit_code, f"stopped at step {step}, everything is saved")
+            if reached:
+                return self._end(step, ExitCode.DONE, f"{o.main} reached {o.stop_at} at step {step}")
+        return self._end(step, ExitCode.DONE, f"done after {step} steps")
+
+    def _one(self, step: int) -> dict[str, float]:
+        """One step; steps count from 0 inside learners and from 1 in files."""
+        with self.timer.phase("step"):
+            with self.timer.phase("collect"):
+                experience = self.learner.collect(step - 1)
+            with self.timer.phase("update"):
+                self.learner.update(experience)
+        metrics = self.learner.metrics()
+        if self.run is not None:
+            self.run.metrics.append({"step": step, **metrics})
+            self.run.timing.append({"step": step, **self.timer.take()})
+        self.log(metrics, step)
+        self.progress.step(step, metrics, self.learner.explain())
+        return metrics
+
+    def _evaluate(self, step: int) -> float | None:
+        assert self.evaluate is not None
+        with self.timer.phase("evaluate"):
+            found = self.evaluate(step)
+        if self.run is not None:
+            self.run.metrics.append({"step": step, **{f"eval_{name}": value for name, value in found.items()}})
+        self.log({f"eval_{name}": value for name, value in found.items()}, step)
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+        self.progress.say(f"evaluation at step {step}: {shown}")
+        score = found.get(self.options.main)
+        if score is not None and step and (self.best is None or score > self.best):
+            self.best, self.best_step = score, step
+        return score
+
+    def _save(self, step: int, stop: StopSignals) -> None:
+        """A checkpoint; if the disk is full the run goes on and tries again at the next one."""
+        if self.run is None:
+            return
+        protect = {self.best_step} if self.best_step is not None else set()
+        extra = {"step": step, "loop": self.state_dict()}
+        try:
+            with self.timer.phase("save"), stop.saving():
+                self.run.sync()
+                checkpoint.save(
+                    self.run.checkpoints,
+                    step,
+                    lambda directory: self.write(directory, extra),
+                    config=self.config,
+                    keep=self.options.keep,
+                    protect=protect,
+                )
+        except DiskError as error:
+            self._disk_failures += 1
+            self.progress.say(f"checkpoint of step {step} was not written, the run goes on: {error}")
+            return
+        self._disk_failures, self._saved = 0, step
+
+    def _end(self, step: int, code: ExitCode, reason: str) -> Outcome:
+        self.progress.say(reason)
+        return Outcome(step=step, exit_code=code, reason=reason, best=self.best, best_step=self.best_step)
