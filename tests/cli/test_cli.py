@@ -1,17 +1,22 @@
 """The command line as a user meets it: sentences, exit codes, and no waiting for torch."""
 
+import io
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, fields
 
 import pytest
 from config_options import RunOptions
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import rolecall
 from rolecall.cli import commands, main
 from rolecall.cli.commands import COMMANDS, Command, imported
 from rolecall.config.docs import commands as documented
+from rolecall.config.schema import schema
 from rolecall.errors import UserError
 
 seen = []
@@ -131,6 +136,32 @@ def test_a_dry_run_shows_the_settings_and_the_plan(tmp_path, capsys):
     assert seen[0] == seen[1] == RunOptions(
         model=seen[0].model, optim=seen[0].optim, steps=10
     )  # fmt: skip
+
+
+FLAGS = [f"--{o.flag}" for o in schema(RunOptions).options()] + [
+    "--no-optim.fused", "--model.lora", "--no-model.lora", "--extra.x", "--extra.", "--optim", "--config", "--preset", "--",
+]  # fmt: skip
+VALUES = ["none", "true", "1", "-1", "1e-3", "nan", "fast", "", "[", "{a: 1}", "a,b", "x=1", "é", "\x00", "-h"]
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    words=st.lists(
+        st.sampled_from(FLAGS)
+        | st.sampled_from(VALUES)
+        | st.builds("{}={}".format, st.sampled_from(FLAGS), st.sampled_from(VALUES))
+    ),
+    preset=st.sampled_from(["fast", "[a]", "{}", "3", "''"]),
+)
+def test_whatever_is_written_is_answered_with_settings_or_sentences(tmp_path_factory, words, preset):
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(f"preset: {preset}\nmodel: {{name: m}}\n")
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(["run", "--config", str(path), "--dry-run", *words])
+    assert code in (0, 2), err.getvalue()
+    assert (code == 0) == (err.getvalue() == "")
+    assert not seen
 
 
 def test_exit_codes(capsys):

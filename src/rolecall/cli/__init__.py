@@ -75,7 +75,7 @@ def _run(command: Command, words: Sequence[str]) -> int:
             print(f"\n{imported(command.plan)(resolved.options)}")
         return 0
     result = imported(command.run)(resolved.options)
-    return result if isinstance(result, int) else 0
+    return int(result) if isinstance(result, int) and not isinstance(result, bool) else 0
 
 
 def _resolve(options: type, presets: Any, line: Any) -> Any:
@@ -85,13 +85,13 @@ def _resolve(options: type, presets: Any, line: Any) -> Any:
 
     settings = read_settings(line.config) if line.config is not None else {}
     named = settings.pop("preset", None) if presets else None
-    name = line.preset if line.preset is not None else named
+    name = line.preset if line.preset is not None else named if named is None else str(named)
     layers: list[tuple[str, Any]] = []
     if name is not None:
         if not presets:
             raise UserError("this command has no presets; leave out --preset")
         if name not in presets:
-            close = get_close_matches(str(name), presets, n=1)
+            close = get_close_matches(name, presets, n=1)
             end = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(presets)}"
             raise UserError(f"unknown preset {name!r}: {end}")
         layers.append((f"preset {name}", presets[name]))

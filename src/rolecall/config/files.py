@@ -65,6 +65,8 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         raise UserError(f"config {str(path)!r} is not a text file in UTF-8; give a YAML or JSON file") from error
     except OSError as error:
         raise UserError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # a NUL in the name
+        raise UserError(f"config {str(path)!r} cannot be read: {error}") from error
     settings = _parse(text, where=f"config {str(path)!r}")
     if settings is None:
         return {}

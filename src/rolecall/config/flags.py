@@ -93,8 +93,9 @@ class _Reader:
             if (text := self._needed(written, text)) is not None:
                 from rolecall.config.files import read_value
 
-                entries = self.line.given.setdefault(option.key, {})
-                entries[key] = read_value(text, where=f"--{written}")
+                before = self.line.given.get(option.key)
+                entry = {key: read_value(text, where=f"--{written}")}
+                self.line.given[option.key] = {**before, **entry} if isinstance(before, dict) else entry
         else:
             self._unknown(written, text)
 

@@ -127,6 +127,10 @@ def prompt_ids(loaded: LoadedModel, prompt: Prompt, options: GenerateOptions) ->
         raise UserError(f"model {loaded.name!r} has no chat template, which {wish} needs; give prompts as plain text")
     if messages and options.chat is False:
         raise UserError("a list of messages needs the chat template; leave out --no-chat")
+    try:
+        json.dumps([prompt, options.system], ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:  # a stray byte on the command line, half a pair in a JSON escape
+        raise UserError("a prompt holds a character that is not valid Unicode; check how it is encoded") from error
     if not chat:
         return tuple(loaded.tokenizer(prompt, **_QUIET)["input_ids"])
     return _chat_ids(loaded.tokenizer, prompt, options)
@@ -185,6 +189,8 @@ def _read_prompts(file: str | None) -> list[Prompt]:
         raise UserError(f"prompts file {file!r} is not text in UTF-8") from error
     except OSError as error:
         raise UserError(f"prompts file {file!r} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # a NUL in the name
+        raise UserError(f"prompts file {file!r} cannot be read: {error}") from error
     numbered = [(i, line.rstrip("\r")) for i, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise UserError(f"prompts file {file!r} holds no prompts")
