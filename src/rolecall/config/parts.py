@@ -5,6 +5,32 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Where a run lies and how it is started. None of these change what is learned."""
+
+    out: str | None = None
+    """The run's directory; runs/COMMAND-NUMBER if not given."""
+    resume: bool = False
+    """Go on with the run in `out` from its last checkpoint, with the settings it has; what is given anew is changed."""
+    extend: int = 0
+    """With resume: so many steps more (`--steps +500` is the same)."""
+    overwrite: bool = False
+    """Remove the run that lies in `out` before starting."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the model trains. Engines sample on the CPU."""
+    quiet: bool = False
+    """Say nothing while running."""
+
+    def __post_init__(self) -> None:
+        if self.extend and not self.resume:
+            raise ValueError("extend adds steps to a run that is there: give resume too")
+        if self.resume and self.overwrite:
+            raise ValueError("resume and overwrite contradict each other: give one of them")
+        if self.resume and self.out is None:
+            raise ValueError("resume needs out: which run?")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyOptions:
     """How the model is held while it trains."""
 

@@ -9,6 +9,7 @@ from rolecall.config.parts import (
     EvalOptions,
     OptimOptions,
     PolicyOptions,
+    RunOptions,
     SaveOptions,
 )
 from rolecall.config.sampling import Sampling
@@ -164,7 +165,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLOptions:
+class RLOptions(RunOptions):
     """Reinforcement learning of a language model from a reward."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
@@ -196,6 +197,7 @@ class RLOptions:
     """Seeds everything: data order, sampling, new heads."""
 
     def __post_init__(self) -> None:
+        RunOptions.__post_init__(self)
         if self.prompts < 1 or self.samples < 1 or self.steps < 1:
             raise ValueError(
                 f"steps, prompts and samples must be at least 1, got {self.steps}, {self.prompts}, {self.samples}"

@@ -2,11 +2,19 @@
 
 from dataclasses import dataclass, field
 
-from rolecall.config.parts import ChatOptions, EngineOptions, EvalOptions, OptimOptions, PolicyOptions, SaveOptions
+from rolecall.config.parts import (
+    ChatOptions,
+    EngineOptions,
+    EvalOptions,
+    OptimOptions,
+    PolicyOptions,
+    RunOptions,
+    SaveOptions,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTOptions:
+class SFTOptions(RunOptions):
     """Supervised fine-tuning on demonstrations."""
 
     model: str = "tiny"
@@ -33,5 +41,6 @@ class SFTOptions:
     """Seeds the data order."""
 
     def __post_init__(self) -> None:
+        RunOptions.__post_init__(self)
         if self.steps < 1 or self.batch < 1:
             raise ValueError(f"steps and batch must be at least 1, got {self.steps} and {self.batch}")

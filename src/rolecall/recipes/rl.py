@@ -17,14 +17,14 @@ from rolecall.experience.batches import collate, lengths_of
 from rolecall.maths import shaping
 from rolecall.maths.advantages import EMABaseline, flat_groups
 from rolecall.maths.kl import AdaptiveKL, FixedKL, kl_estimate
-from rolecall.maths.roles import Role, TrainRule, response_roles
+from rolecall.maths.roles import Role, TrainRule
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter, merged
 from rolecall.policy.model import PolicyModel
-from rolecall.policy.render import render
 from rolecall.recipes.algorithms import ALGORITHMS, Algorithm, Knobs
 from rolecall.recipes.experience import MiniStep, Rollout, Watch
 from rolecall.recipes.measure import finish, in_words, measure_rollout, measure_update
+from rolecall.recipes.sampling import answer_text, as_completion, prompt_request, trajectory_of
 from rolecall.rewards.records import Reward, Sample
 from rolecall.rollout.engine import Engine
 from rolecall.train.data import RowOrder
@@ -34,7 +34,7 @@ from rolecall.train.reference import Reference
 from rolecall.train.score import score
 from rolecall.train.step import Updater, trained
 from rolecall.train.timing import Timer
-from rolecall.types import Batch, Completion, Finish, Request, Trajectory
+from rolecall.types import Batch, Finish, Trajectory
 
 
 class RLLearner:
@@ -78,15 +78,28 @@ class RLLearner:
     def collect(self, step: int) -> Rollout:
         """Sample answers to the next prompts, score them, and make them a batch that is ready to train."""
         rows = [self.rows[i] for i in self._mine(self.order.take(self.options.prompts))]
-        requests = [self._request(step, i, row) for i, row in enumerate(rows)]
+        seed = self.options.seed + self.updater.accelerator.process_index * 2**32
+        requests = [
+            prompt_request(
+                self.policy,
+                row,
+                self.options.chat,
+                self.sampling,
+                n=self.options.samples,
+                seed=seed,
+                step=step,
+                prompt=i,
+            )
+            for i, row in enumerate(rows)
+        ]
         with self.timer.phase("generate"):
             completions = self.engine.generate(requests)
         trajectories = [trajectory_of(requests[c.prompt], c, group=self._group(step, c.prompt)) for c in completions]
-        answers = [self._text(c) for c in completions]
+        answers = [answer_text(self.policy, c) for c in completions]
         samples = [
             Sample(
                 prompt=rows[c.prompt]["prompt"],
-                completion=_as_completion(rows[c.prompt]["prompt"], answer),
+                completion=as_completion(rows[c.prompt]["prompt"], answer),
                 completion_ids=c.ids,
                 row=rows[c.prompt],
                 prompt_index=c.prompt,
@@ -276,28 +289,6 @@ class RLLearner:
         accelerator = self.updater.accelerator
         return step * self.options.prompts + prompt * accelerator.num_processes + accelerator.process_index
 
-    def _request(self, step: int, prompt: int, row: Mapping[str, Any]) -> Request:
-        chat = self.options.chat
-        rendered = render(
-            self.policy.tokenizer,
-            row["prompt"],
-            system_prompt=chat.system_prompt,
-            chat_template_kwargs=chat.chat_template_kwargs,
-            add_generation_prompt=None if isinstance(row["prompt"], str) else True,
-        )
-        return Request(
-            prompt_ids=rendered.ids,
-            sampling=self.sampling,
-            n=self.options.samples,
-            seed=self.options.seed + self.updater.accelerator.process_index * 2**32,
-            step=step,
-            prompt=prompt,
-        )
-
-    def _text(self, completion: Completion) -> str:
-        ids = completion.ids[:-1] if completion.finish is Finish.STOP else completion.ids
-        return self.policy.tokenizer.decode(ids, skip_special_tokens=True)
-
     def _score(self, module: torch.nn.Module, batch: Batch, wanted: Tensor) -> Any:
         return score(
             module,
@@ -322,23 +313,6 @@ class RLLearner:
         return values.sum(dim=1)
 
 
-def trajectory_of(request: Request, completion: Completion, *, group: int) -> Trajectory:
-    """The whole sequence with its roles: the prompt was given, the answer's roles come from its length and finish."""
-    start, length = len(request.prompt_ids), len(completion.ids)
-    stopped = torch.tensor([completion.finish is Finish.STOP])
-    roles = response_roles(torch.tensor([length]), stopped, width=length)[0].tolist()
-    return Trajectory(
-        ids=request.prompt_ids + completion.ids,
-        roles=(int(Role.PROMPT),) * start + tuple(roles),
-        behaviour_logprobs=(float("nan"),) * start + completion.behaviour_logprobs,
-        episode=completion.sample,
-        group=group,
-        turns=((start, start + length),),
-        finish=completion.finish,
-        policy_version=completion.policy_version,
-    )
-
-
 def engine_weights(policy: LoadedModel) -> dict[str, Tensor]:
     """The weights an engine samples from, by their Hugging Face names; an adapter is merged into a copy."""
     plain = merged(policy) if has_adapter(policy) else policy
@@ -351,8 +325,3 @@ def _with_advantages(batch: Batch, made: Tensor | tuple[Tensor, Tensor]) -> Batc
     if advantages.dim() == 1:
         advantages = torch.where(trained(batch), advantages[:, None], 0)
     return dataclasses.replace(batch, advantages=advantages, returns=returns)
-
-
-def _as_completion(prompt: Any, answer: str) -> Any:
-    """Text for text prompts, a message for conversations: what reward functions of TRL's kind expect."""
-    return answer if isinstance(prompt, str) else [{"role": "assistant", "content": answer}]

@@ -1,0 +1,111 @@
+"""Rows and rewards from the names a user gives."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rolecall.config.parts import ChatOptions, EvalOptions
+from rolecall.errors import UserError
+from rolecall.policy.load import LoadedModel
+from rolecall.policy.render import render, render_pair
+from rolecall.rewards.pool import RewardPool
+from rolecall.rewards.records import Reward
+from rolecall.tasks.builtin import demonstrations
+from rolecall.tasks.kinds import Record, kind_of, record
+from rolecall.tasks.names import resolve
+from rolecall.tasks.rows import ListRows, RowError, Rows, split
+from rolecall.types import Trajectory
+
+RowsSource = str | Sequence[Mapping[str, Any]]
+RewardSource = str | Callable[..., Any]
+_TRAIN_ROWS = 20_000
+"""Rows drawn from a task that can make any number."""
+
+
+def prompt_rows(source: RowsSource, evaluation: EvalOptions, *, seed: int) -> tuple[Rows, Rows | None, str | None]:
+    """(training rows, held-out rows if they will be used, the task's own reward)."""
+    found = ListRows(source) if not isinstance(source, str) else resolve(source)
+    if isinstance(source, str) and hasattr(found, "gold"):
+        test = found.rows("test", n=evaluation.rows) if evaluation.every else None
+        return found.rows("train", n=_TRAIN_ROWS, seed=seed), test, found.reward
+    rows: Any = found
+    if "prompt" not in rows.columns:
+        kind_of(rows)  # says what is wrong with the columns
+        raise RowError(f"rl needs a column `prompt`; the rows have {', '.join(rows.columns)}")
+    if not evaluation.every:
+        return rows, None, None
+    train, test = split(rows, held_out=evaluation.held_out)
+    return train, ListRows([test[i] for i in range(min(len(test), evaluation.rows))]), None
+
+
+def open_reward(
+    sources: Sequence[RewardSource],
+    task_reward: str | None,
+    stack: ExitStack,
+    *,
+    weights: Sequence[float] | None,
+    deadline_s: float,
+) -> Reward:
+    """The reward: functions in worker processes, or a reward model's run or directory."""
+    chosen: Sequence[RewardSource] = sources or ((task_reward,) if task_reward is not None else ())
+    if not chosen:
+        raise UserError("no reward: give one, such as --reward rewards.py:my_function, or use a built-in task")
+    if len(chosen) == 1 and isinstance(chosen[0], str) and Path(chosen[0]).expanduser().is_dir():
+        from rolecall.jobs.running import model_directory
+        from rolecall.rewards.model import RewardModelReward
+
+        return RewardModelReward(model_directory(chosen[0]))
+    return stack.enter_context(RewardPool(list(chosen), weights=weights, deadline_s=deadline_s))
+
+
+def demonstrated(source: RowsSource, *, seed: int) -> Rows:
+    """Rows to imitate: a task's gold answers, or the user's."""
+    found = ListRows(source) if not isinstance(source, str) else resolve(source)
+    if isinstance(source, str) and hasattr(found, "gold"):
+        return demonstrations(found, "train", n=_TRAIN_ROWS, seed=seed)
+    rows: Any = found
+    if kind_of(rows) not in ("prompt_completion", "messages", "text"):
+        raise RowError(
+            f"sft needs rows with `prompt` and `completion`, `messages`, or `text`; these have {', '.join(rows.columns)}"
+        )
+    return rows
+
+
+def rendered_rows(
+    rows: Rows, policy: LoadedModel, chat: ChatOptions, *, max_length: int
+) -> tuple[list[Trajectory], int]:
+    """(demonstrations as trajectories, how many were left out because they are too long)."""
+    kind, limit = kind_of(rows), min(max_length, policy.context_length)
+    kept: list[Trajectory] = []
+    for number in range(len(rows)):
+        rendered = _render(record(rows[number], kind, number=number), policy, chat)
+        if len(rendered.ids) <= limit:
+            kept.append(
+                Trajectory(
+                    ids=rendered.ids,
+                    roles=rendered.roles,
+                    turns=rendered.turns,
+                    author="demonstrator",
+                    group=number,
+                )
+            )
+    if not kept:
+        raise RowError(f"all {len(rows)} rows are longer than max_length {limit}; raise it or shorten the rows")
+    return kept, len(rows) - len(kept)
+
+
+def _render(found: Record, policy: LoadedModel, chat: ChatOptions) -> Any:
+    how: dict[str, Any] = {
+        "chat_template_kwargs": chat.chat_template_kwargs or None,
+        "stop_ids": policy.stop_ids,
+    }
+    if found.messages is not None:
+        return render(policy.tokenizer, found.messages, train="assistant", system_prompt=chat.system_prompt, **how)
+    if found.text is not None:
+        first, rest = found.text[:1], found.text[1:]
+        return render_pair(policy.tokenizer, first, rest, **how)
+    assert found.prompt is not None
+    assert found.completion is not None
+    system = None if isinstance(found.prompt, str) else chat.system_prompt
+    return render_pair(policy.tokenizer, found.prompt, found.completion, system_prompt=system, **how)

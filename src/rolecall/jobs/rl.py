@@ -1,0 +1,204 @@
+"""`rolecall rl`: train a language model with reinforcement learning."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from accelerate import Accelerator
+
+from rolecall.config.merge import resolve
+from rolecall.config.rl import RLOptions
+from rolecall.errors import UserError
+from rolecall.jobs.data import open_reward, prompt_rows
+from rolecall.jobs.running import Built, Run, execute, model_directory, saved_options
+from rolecall.policy.heads import Critic, RewardModel, ScalarHead
+from rolecall.policy.load import LoadedModel, load
+from rolecall.policy.lora import add_adapter
+from rolecall.policy.model import PolicyModel
+from rolecall.recipes.evaluate import Evaluator
+from rolecall.recipes.rl import RLLearner
+from rolecall.rollout.engine import Engine
+from rolecall.rollout.open import open_engine
+from rolecall.train.loop import LoopOptions
+from rolecall.train.optim import make_optimizer
+from rolecall.train.progress import Progress
+from rolecall.train.reference import Reference
+from rolecall.train.step import Updater
+from rolecall.train.timing import Timer
+
+
+def rl(
+    *,
+    preset: str = "grpo",
+    rows: str | Sequence[Mapping[str, Any]] | None = None,
+    reward: Any = None,
+    advantage: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Run:
+    """Train with RL: `rl(model="tiny", rows="data.jsonl", reward=my_reward, preset="grpo", steps=50)`.
+
+    `rows` may be a list of dicts, `reward` a function or a list of them; `advantage(batch)` and `loss(outputs, batch)`
+    replace the preset's own. All other settings are those of `rolecall rl`, nested or dotted.
+    """
+    if preset not in RLOptions.presets:
+        raise UserError(f"unknown preset {preset!r}; choose one of {', '.join(RLOptions.presets)}")
+    given = dict(settings)
+    if isinstance(rows, str):
+        given["rows"] = rows
+    rewards = [] if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
+    if rewards and all(isinstance(source, str) for source in rewards):
+        given["reward"] = tuple(rewards)
+    if given.get("resume"):
+        options = saved_options(RLOptions, given["out"], given)
+    else:
+        options = resolve(RLOptions, [(f"preset {preset}", RLOptions.presets[preset]), ("the call", given)]).options
+    return run(
+        options,
+        rows=None if rows is None or isinstance(rows, str) else rows,
+        rewards=rewards or None,
+        advantage=advantage,
+        loss=loss,
+        progress=progress,
+    )
+
+
+def run(
+    options: RLOptions,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    rewards: Sequence[Any] | None = None,
+    advantage: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Run from options; rows and rewards that are objects take the place of the named ones."""
+    build = partial(_build, rows=rows, rewards=rewards, advantage=advantage, loss=loss)
+    return execute("rl", options, build, progress=progress)
+
+
+def _build(
+    options: RLOptions,
+    accelerator: Accelerator,
+    timer: Timer,
+    stack: ExitStack,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None,
+    rewards: Sequence[Any] | None,
+    advantage: Callable[..., Any] | None,
+    loss: Callable[..., Any] | None,
+) -> Built:
+    train, test, task_reward = prompt_rows(rows or options.rows, options.eval, seed=options.seed)
+    reward = open_reward(
+        rewards or options.reward,
+        task_reward,
+        stack,
+        weights=options.reward_weights,
+        deadline_s=options.reward_deadline,
+    )
+    policy = open_policy(options.model, options)
+    module = _module(policy, options)
+    needs_reference = options.algorithm.kl_coef > 0
+    reference = Reference(module) if needs_reference else None
+    optimizer = make_optimizer(module, options.optim)
+    wrapped, optimizer = accelerator.prepare(module, optimizer)
+    updater = Updater(
+        accelerator,
+        wrapped,
+        optimizer,
+        token_budget=options.optim.token_budget,
+        max_grad_norm=options.optim.max_grad_norm,
+    )
+    engine = _engine(policy, options)
+    learner = RLLearner(
+        options,
+        policy=policy,
+        module=module,
+        updater=updater,
+        engine=engine,
+        reward=reward,
+        rows=train,
+        reference=reference,
+        timer=timer,
+        advantage=advantage,
+        loss=loss,
+    )
+    evaluate = None
+    if test is not None:
+        evaluate = Evaluator(
+            policy=policy,
+            engine=engine,
+            reward=reward,
+            rows=test,
+            sampling=options.sampling,
+            chat=options.chat,
+            samples=options.eval.samples,
+            seed=options.seed,
+            reference=reference,
+        )
+    return Built(
+        learner=learner,
+        policy=policy,
+        module=module,
+        optimizer=optimizer,
+        evaluate=evaluate,
+        loop=LoopOptions(
+            steps=options.steps,
+            save_every=options.save.every,
+            keep=options.save.keep,
+            eval_every=options.eval.every,
+            main="reward",
+            stop_at=options.eval.stop_at,
+        ),
+    )
+
+
+def open_policy(name: str, options: Any) -> LoadedModel:
+    """The model to train, with an adapter if the options ask for one."""
+    how = options.policy
+    policy = load(model_directory(name), dtype=how.dtype, gradient_checkpointing=how.gradient_checkpointing)
+    if how.lora_rank is not None:
+        alpha = how.lora_alpha if how.lora_alpha is not None else 2.0 * how.lora_rank
+        policy = add_adapter(policy, rank=how.lora_rank, alpha=alpha, seed=options.seed)
+    return policy
+
+
+def _module(policy: LoadedModel, options: RLOptions) -> PolicyModel:
+    o = options.algorithm
+    if o.critic == "shared":
+        return PolicyModel(policy.model, value_head=ScalarHead(policy.model.config.hidden_size))
+    if o.critic == "separate":
+        if o.critic_from is not None:
+            critic = Critic.from_reward_model(RewardModel.load(model_directory(o.critic_from)))
+        else:
+            critic = Critic.from_policy(policy)
+        return PolicyModel(policy.model, critic=critic)
+    return PolicyModel(policy.model)
+
+
+def _engine(policy: LoadedModel, options: RLOptions) -> Engine:
+    engine = open_engine(policy, name=options.engine.name, dtype=options.engine.dtype, max_rows=options.engine.max_rows)
+    return engine
+
+
+def plan(options: RLOptions) -> str:
+    """The batch plan that `--dry-run` prints: what one step is made of."""
+    o = options.algorithm
+    answers = options.prompts * options.samples
+    per_step = math.ceil(answers / o.minibatches)
+    tokens = answers * options.sampling.max_new_tokens
+    lines = [
+        f"one step: {options.prompts} prompts x {options.samples} answers = {answers} answers of up to "
+        f"{options.sampling.max_new_tokens} tokens ({tokens:,} new tokens at most)",
+        f"update: {o.epochs} passes x {o.minibatches} mini-batches = {o.epochs * o.minibatches} optimiser steps, "
+        f"about {per_step} answers each, in micro-batches of up to {options.optim.token_budget:,} tokens",
+        f"old log-probs: {o.old_source}; reference: {'yes' if o.kl_coef else 'no'}; critic: {o.critic}",
+        f"in all: {options.steps} steps, {options.steps * answers:,} answers, "
+        f"{options.steps * o.epochs * o.minibatches:,} optimiser steps",
+    ]
+    if o.epochs * o.minibatches > 1:
+        lines.append("after the first optimiser step of a rollout the policy is ahead of the one that sampled")
+    return "\n".join(lines)

@@ -1,0 +1,245 @@
+"""What every training job does around its learner: the run directory, resuming, the loop, the final model."""
+
+import json
+import logging
+import platform
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from rolecall.config.merge import from_dict, to_dict
+from rolecall.config.parts import RunOptions
+from rolecall.errors import UserError
+from rolecall.files import write_atomically
+from rolecall.policy.load import LoadedModel, save
+from rolecall.policy.lora import export, has_adapter
+from rolecall.policy.model import PolicyModel
+from rolecall.train import checkpoint
+from rolecall.train.exit_codes import ExitCode
+from rolecall.train.jsonl import read_lines
+from rolecall.train.loop import Learner, Loop, LoopOptions, Outcome
+from rolecall.train.persist import read_checkpoint, write_checkpoint
+from rolecall.train.progress import Lines, Progress, Quiet
+from rolecall.train.rundir import RunDir
+from rolecall.train.timing import Timer
+
+_log = logging.getLogger("rolecall")
+
+_HOW = ("out", "resume", "extend", "overwrite", "quiet")
+"""Options that say how a run is started, not what it is; they are not part of its configuration."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Built:
+    """A job's parts, ready to run."""
+
+    learner: Learner
+    policy: LoadedModel
+    module: PolicyModel
+    optimizer: torch.optim.Optimizer
+    loop: LoopOptions
+    evaluate: Callable[[int], dict[str, float]] | None = None
+    save_model: Callable[[Path], None] | None = None
+    """Writes the final model; the policy in Hugging Face layout if not given."""
+    watch_run: Callable[[RunDir], None] = lambda run: None
+    """Told the run directory before the first step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run that has ended: where it lies and what came out."""
+
+    path: Path
+    """The run's directory."""
+    outcome: Outcome
+    """How it ended."""
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    """The lines of metrics.jsonl."""
+
+    @property
+    def model(self) -> Path:
+        """The final model, which `AutoModelForCausalLM.from_pretrained` loads."""
+        return self.path / "model"
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The lines with evaluations, the one before the first step included."""
+        return [line for line in self.metrics if any(name.startswith("eval_") for name in line)]
+
+
+Build = Callable[[Any, Accelerator, Timer, ExitStack], Built]
+
+
+def execute(command: str, options: Any, build: Build, *, progress: Progress | None = None) -> Run:
+    """Run a job from its options: make or resume the run directory, build, loop, write the model."""
+    if progress is None:
+        progress = Quiet() if options.quiet else Lines()
+    accelerator = _accelerator(options)
+    path = _place(command, options)
+    with ExitStack() as stack:
+        run = None
+        if accelerator.is_main_process:
+            run = stack.enter_context(
+                RunDir(path.parent, path.name, resume=options.resume, overwrite=options.overwrite)
+            )
+        timer = Timer(on_phase=progress.phase)
+        built = build(options, accelerator, timer, stack)
+        config = configuration(options)
+        if run is not None:
+            built.watch_run(run)
+
+        def write(directory: Path, extra: dict[str, Any]) -> None:
+            write_checkpoint(
+                directory,
+                policy=built.policy,
+                module=built.module,
+                optimizer=built.optimizer,
+                learner=built.learner.state_dict(),
+                extra=extra,
+            )
+
+        loop = Loop(
+            built.learner,
+            built.loop,
+            run=run,
+            config=config,
+            write=write,
+            evaluate=built.evaluate,
+            progress=progress,
+            timer=timer,
+            agree=lambda flag: _largest(accelerator, flag),
+            log=_trackers(accelerator, options, config, path),
+        )
+        start = _resume(path, run, built, loop, config) if options.resume else 0
+        if run is not None:
+            _describe(run, command, config, resumed_at=start if options.resume else None)
+        outcome = loop.go(start=start, title=f"{command} in {path}")
+        if run is not None and outcome.exit_code in (ExitCode.DONE, ExitCode.DIVERGED):
+            _write_model(run, built)
+        accelerator.end_training()
+        lines = read_lines(run.metrics.path) if run is not None else []
+        return Run(path=path, outcome=outcome, metrics=list(lines))
+
+
+def configuration(options: Any) -> dict[str, Any]:
+    """What a run is, as config.json holds it."""
+    return {name: value for name, value in to_dict(options).items() if name not in _HOW}
+
+
+def saved_options(options_class: type, out: str, given: Mapping[str, Any]) -> Any:
+    """The options of a run that lies in `out`, with what is given anew on top."""
+    path = Path(out) / "config.json"
+    if not path.is_file():
+        raise UserError(f"there is no run to resume in {out}: {path} is missing; start one without resume")
+    settings = json.loads(path.read_text())
+    options: Any = from_dict(options_class, {**settings, **given, "out": out, "resume": True}, source=str(path))
+    return replace(options, steps=options.steps + options.extend) if options.extend else options
+
+
+def model_directory(name: str) -> str:
+    """A model's name; for a run's directory that of its final model, or of its latest checkpoint."""
+    path = Path(name).expanduser()
+    if not (path / "run.json").is_file():
+        return name
+    if (path / "model").is_dir():
+        return str(path / "model")
+    found = checkpoint.latest(path / "checkpoints", read_only=True)
+    if found is None:
+        raise UserError(f"the run {name} has no model and no checkpoint yet; let it train, or start from another model")
+    return str(found.path)
+
+
+def _accelerator(options: RunOptions) -> Accelerator:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device cuda was asked for, but torch finds no GPU; use --device cpu")
+    trackers = getattr(getattr(options, "save", None), "trackers", ())
+    where = str(Path(options.out or "runs") / "trackers") if trackers else None
+    return Accelerator(cpu=options.device == "cpu", log_with=list(trackers) or None, project_dir=where)
+
+
+def _place(command: str, options: RunOptions) -> Path:
+    if options.out is not None:
+        return Path(options.out).expanduser()
+    number = 1
+    while (Path("runs") / f"{command}-{number}").exists():
+        number += 1
+    return Path("runs") / f"{command}-{number}"
+
+
+def _resume(path: Path, run: RunDir | None, built: Built, loop: Loop, config: Mapping[str, Any]) -> int:
+    """Put the last good checkpoint back; the step it was taken at."""
+    found = checkpoint.latest(path / "checkpoints")
+    if found is None:
+        raise UserError(f"{path} has no checkpoint to resume from; start again with overwrite")
+    changed = [
+        (name, old, new)
+        for name, old, new in checkpoint.differences(found.config, config)
+        if not name.startswith(("save.", "eval.")) and name != "steps"
+    ]
+    for name, old, new in changed:
+        _log.warning("resuming with %s changed from %s to %s: not bit-exact with the run before", name, old, new)
+    state, extra = read_checkpoint(found.path, policy=built.policy, module=built.module, optimizer=built.optimizer)
+    built.learner.load_state_dict(state)
+    loop.load_state_dict(extra["loop"])
+    if run is not None:
+        run.cut_after(found.step)
+    return int(extra["step"])
+
+
+def _describe(run: RunDir, command: str, config: Mapping[str, Any], *, resumed_at: int | None) -> None:
+    """config.json and run.json."""
+    history = json.loads(run.run.read_text()).get("resumed", []) if run.run.is_file() else []
+    if resumed_at is not None:
+        before = json.loads(run.config.read_text())
+        changed = [[name, old, new] for name, old, new in checkpoint.differences(before, config)]
+        history.append({"step": resumed_at, "changed": changed, "bit_exact": all(c[0] == "steps" for c in changed)})
+    about = {
+        "command": command,
+        "arguments": sys.argv[1:],
+        "seed": config.get("seed"),
+        "versions": {name: version(name) for name in ("rolecall", "torch", "transformers", "accelerate")},
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "resumed": history,
+    }
+    write_atomically(run.config, json.dumps(config, indent=1).encode())
+    write_atomically(run.run, json.dumps(about, indent=1).encode())
+
+
+def _write_model(run: RunDir, built: Built) -> None:
+    """The final model, written aside and then renamed."""
+    aside = run.path / f"model.tmp-{uuid.uuid4().hex[:8]}"
+    if built.save_model is not None:
+        built.save_model(aside)
+    else:
+        (export if has_adapter(built.policy) else save)(built.policy, aside)
+    shutil.rmtree(run.model, ignore_errors=True)
+    aside.replace(run.model)
+
+
+def _largest(accelerator: Accelerator, flag: float) -> float:
+    if accelerator.num_processes == 1:
+        return flag
+    gathered = accelerator.gather(torch.tensor([flag], device=accelerator.device))
+    assert isinstance(gathered, torch.Tensor)
+    return float(gathered.max())
+
+
+def _trackers(
+    accelerator: Accelerator, options: Any, config: Mapping[str, Any], path: Path
+) -> Callable[[Mapping[str, float], int], None]:
+    if not options.save.trackers:
+        return lambda metrics, step: None
+    flat = {name: value for name, value, _ in checkpoint.differences(config, {})}
+    plain = {name: value for name, value in flat.items() if isinstance(value, int | float | str | bool)}
+    accelerator.init_trackers(path.name, config=plain)
+    return lambda metrics, step: accelerator.log(dict(metrics), step=step)

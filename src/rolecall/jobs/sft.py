@@ -1,0 +1,119 @@
+"""`rolecall sft`: supervised fine-tuning."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from accelerate import Accelerator
+
+from rolecall.config.merge import make
+from rolecall.config.sft import SFTOptions
+from rolecall.jobs.data import demonstrated, open_reward, prompt_rows, rendered_rows
+from rolecall.jobs.rl import open_policy
+from rolecall.jobs.running import Built, Run, execute, saved_options
+from rolecall.policy.model import PolicyModel
+from rolecall.recipes.evaluate import Evaluator
+from rolecall.recipes.rl import engine_weights
+from rolecall.recipes.sft import SFTLearner
+from rolecall.rollout.open import open_engine
+from rolecall.train.loop import LoopOptions
+from rolecall.train.optim import make_optimizer
+from rolecall.train.progress import Progress
+from rolecall.train.step import Updater
+from rolecall.train.timing import Timer
+from rolecall.types import Sampling
+
+_log = logging.getLogger("rolecall")
+
+
+def sft(
+    *, rows: str | Sequence[Mapping[str, Any]] | None = None, progress: Progress | None = None, **settings: Any
+) -> Run:
+    """Fine-tune on demonstrations: `sft(model="tiny", rows="demos.jsonl", steps=200)`.
+
+    `rows` may be a list of dicts. All other settings are those of `rolecall sft`, nested or dotted.
+    """
+    if isinstance(rows, str):
+        settings["rows"] = rows
+    if settings.get("resume"):
+        options = saved_options(SFTOptions, settings["out"], settings)
+    else:
+        options = make(SFTOptions, settings)
+    return run(options, rows=None if rows is None or isinstance(rows, str) else rows, progress=progress)
+
+
+def run(
+    options: SFTOptions, *, rows: Sequence[Mapping[str, Any]] | None = None, progress: Progress | None = None
+) -> Run:
+    """Run from options; rows that are objects take the place of the named ones."""
+    return execute("sft", options, partial(_build, rows=rows), progress=progress)
+
+
+def _build(
+    options: SFTOptions,
+    accelerator: Accelerator,
+    timer: Timer,
+    stack: ExitStack,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None,
+) -> Built:
+    source = rows or options.rows
+    found = demonstrated(source, seed=options.seed)
+    policy = open_policy(options.model, options)
+    trajectories, too_long = rendered_rows(found, policy, options.chat, max_length=options.max_length)
+    if too_long:
+        _log.warning("%d of %d rows are longer than max_length and were left out", too_long, len(found))
+    module = PolicyModel(policy.model)
+    optimizer = make_optimizer(module, options.optim)
+    wrapped, optimizer = accelerator.prepare(module, optimizer)
+    updater = Updater(
+        accelerator,
+        wrapped,
+        optimizer,
+        token_budget=options.optim.token_budget,
+        max_grad_norm=options.optim.max_grad_norm,
+    )
+    return Built(
+        learner=SFTLearner(options, updater=updater, demonstrations=trajectories),
+        policy=policy,
+        module=module,
+        optimizer=optimizer,
+        evaluate=_evaluator(options, policy, source, stack),
+        loop=LoopOptions(
+            steps=options.steps,
+            save_every=options.save.every,
+            keep=options.save.keep,
+            eval_every=options.eval.every,
+            main="reward",
+            stop_at=options.eval.stop_at,
+        ),
+    )
+
+
+def _evaluator(options: SFTOptions, policy: Any, source: Any, stack: ExitStack) -> Any:
+    """Greedy answers to held-out prompts, scored by the task; None for rows that bring no reward."""
+    if not options.eval.every or not isinstance(source, str):
+        return None
+    _, test, task_reward = prompt_rows(source, options.eval, seed=options.seed)
+    if task_reward is None or test is None:
+        return None
+    reward = open_reward((), task_reward, stack, weights=None, deadline_s=60.0)
+    engine = open_engine(policy, name=options.engine.name, dtype=options.engine.dtype, max_rows=options.engine.max_rows)
+    evaluator = Evaluator(
+        policy=policy,
+        engine=engine,
+        reward=reward,
+        rows=test,
+        sampling=Sampling(max_new_tokens=options.max_new_tokens),
+        chat=options.chat,
+        samples=options.eval.samples,
+        seed=options.seed,
+    )
+
+    def evaluate(step: int) -> dict[str, float]:
+        engine.load(engine_weights(policy), step)
+        return evaluator(step)
+
+    return evaluate

@@ -1,0 +1,126 @@
+"""How good a policy is on held-out rows: greedy accuracy, avg@k, pass@k, length, truncation, KL to the start."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rolecall.config.parts import ChatOptions
+from rolecall.experience.batches import collate
+from rolecall.maths.kl import kl_estimate
+from rolecall.maths.roles import TrainRule
+from rolecall.policy.load import LoadedModel
+from rolecall.recipes.sampling import answer_text, as_completion, prompt_request, trajectory_of
+from rolecall.rewards.records import Reward, Sample
+from rolecall.rollout.engine import Engine
+from rolecall.train.reference import Reference
+from rolecall.train.score import score
+from rolecall.types import Completion, Request, Sampling
+
+_STEP = 2**40
+"""Evaluations draw their random numbers as if at this step, so that they never repeat those of training."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """Numbers, and the greedy answers they come from."""
+
+    numbers: dict[str, float]
+    """`reward` (mean greedy score) and `accuracy` (share of greedy answers that score 1 or more) first of all."""
+    prompts: list[Any]
+    answers: list[str]
+    scores: list[float | None]
+
+
+class Evaluator:
+    """Evaluates whatever weights the engine holds, always on the same rows with the same random numbers."""
+
+    def __init__(
+        self,
+        *,
+        policy: LoadedModel,
+        engine: Engine,
+        reward: Reward,
+        rows: Sequence[Mapping[str, Any]],
+        sampling: Sampling,
+        chat: ChatOptions,
+        samples: int = 1,
+        seed: int = 0,
+        reference: Reference | None = None,
+        token_budget: int = 8192,
+    ) -> None:
+        """With `samples` > 1 also avg@k and pass@k and, given a reference, the KL to it on those samples."""
+        self.policy, self.engine, self.reward, self.rows = policy, engine, reward, rows
+        self.sampling, self.chat, self.samples, self.seed = sampling, chat, samples, seed
+        self.reference, self.token_budget = reference, token_budget
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """The numbers alone."""
+        return self.run().numbers
+
+    def run(self) -> Evaluation:
+        """Answer every row greedily, and `samples` times at the sampling temperature if asked."""
+        requests, completions = self._answer(replace(self.sampling, temperature=0.0), 1)
+        answers = [answer_text(self.policy, c) for c in completions]
+        totals = self._score(completions, answers)
+        known = [t for t in totals if t is not None]
+        numbers = {
+            "reward": sum(known) / max(1, len(known)),
+            "accuracy": sum(t >= 1 for t in known) / max(1, len(totals)),
+            "mean_length": sum(len(c.ids) for c in completions) / len(completions),
+            "clipped_ratio": sum(c.finish.truncated for c in completions) / len(completions),
+            "failed": sum(t is None for t in totals) / len(totals),
+        }
+        if self.samples > 1:
+            numbers |= self._sampled()
+        return Evaluation(numbers=numbers, prompts=[row["prompt"] for row in self.rows], answers=answers, scores=totals)
+
+    def _sampled(self) -> dict[str, float]:
+        requests, completions = self._answer(self.sampling, self.samples)
+        totals = self._score(completions, [answer_text(self.policy, c) for c in completions])
+        right = torch.tensor([float(t is not None and t >= 1) for t in totals]).view(len(self.rows), self.samples)
+        numbers = {
+            f"avg@{self.samples}": float(right.mean()),
+            f"pass@{self.samples}": float(right.amax(dim=1).mean()),
+        }
+        if self.reference is not None:
+            numbers["kl"] = self._kl(requests, completions)
+        return numbers
+
+    def _kl(self, requests: Sequence[Request], completions: Sequence[Completion]) -> float:
+        """KL per answer from the policy to the reference, estimated (k1) on the policy's own samples."""
+        assert self.reference is not None
+        batch = collate([trajectory_of(requests[c.prompt], c, group=c.prompt) for c in completions])
+        mask = TrainRule().eligible(batch.roles)
+        with self.reference.module() as frozen:
+            ref = score(
+                frozen,
+                batch,
+                mask,
+                temperature=self.sampling.scoring_temperature,
+                token_budget=self.token_budget,
+            )
+        assert batch.behaviour_logprobs is not None
+        return float(kl_estimate(batch.behaviour_logprobs, ref.logprobs, mask, kind="k1").sum(dim=1).mean())
+
+    def _answer(self, sampling: Sampling, n: int) -> tuple[list[Request], list[Completion]]:
+        requests = [
+            prompt_request(self.policy, row, self.chat, sampling, n=n, seed=self.seed, step=_STEP, prompt=i)
+            for i, row in enumerate(self.rows)
+        ]
+        return requests, self.engine.generate(requests)
+
+    def _score(self, completions: Sequence[Completion], answers: Sequence[str]) -> list[float | None]:
+        samples = [
+            Sample(
+                prompt=self.rows[c.prompt]["prompt"],
+                completion=as_completion(self.rows[c.prompt]["prompt"], answer),
+                completion_ids=c.ids,
+                row=self.rows[c.prompt],
+                prompt_index=c.prompt,
+                sample_index=c.sample,
+            )
+            for c, answer in zip(completions, answers, strict=True)
+        ]
+        return [scored.total for scored in self.reward.score(samples)]

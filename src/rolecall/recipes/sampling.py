@@ -1,0 +1,63 @@
+"""From a row to a request, and from a completion back to text and a trajectory."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rolecall.config.parts import ChatOptions
+from rolecall.maths.roles import Role, response_roles
+from rolecall.policy.load import LoadedModel
+from rolecall.policy.render import render
+from rolecall.types import Completion, Finish, Request, Sampling, Trajectory
+
+
+def prompt_request(
+    policy: LoadedModel,
+    row: Mapping[str, Any],
+    chat: ChatOptions,
+    sampling: Sampling,
+    *,
+    n: int,
+    seed: int,
+    step: int,
+    prompt: int,
+) -> Request:
+    """The request for a row's prompt: messages through the chat template, text as it is."""
+    rendered = render(
+        policy.tokenizer,
+        row["prompt"],
+        system_prompt=None if isinstance(row["prompt"], str) else chat.system_prompt,
+        chat_template_kwargs=chat.chat_template_kwargs or None,
+        add_generation_prompt=None if isinstance(row["prompt"], str) else True,
+        stop_ids=policy.stop_ids,
+    )
+    return Request(prompt_ids=rendered.ids, sampling=sampling, n=n, seed=seed, step=step, prompt=prompt)
+
+
+def answer_text(policy: LoadedModel, completion: Completion) -> str:
+    """The answer as text, without its stop token."""
+    ids = completion.ids[:-1] if completion.finish is Finish.STOP else completion.ids
+    return str(policy.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def as_completion(prompt: Any, answer: str) -> Any:
+    """Text for text prompts, a message for conversations: what reward functions of TRL's kind expect."""
+    return answer if isinstance(prompt, str) else [{"role": "assistant", "content": answer}]
+
+
+def trajectory_of(request: Request, completion: Completion, *, group: int) -> Trajectory:
+    """The whole sequence with its roles: the prompt was given, the answer's roles come from its length and finish."""
+    start, length = len(request.prompt_ids), len(completion.ids)
+    stopped = torch.tensor([completion.finish is Finish.STOP])
+    roles = response_roles(torch.tensor([length]), stopped, width=length)[0].tolist()
+    return Trajectory(
+        ids=request.prompt_ids + completion.ids,
+        roles=(int(Role.PROMPT),) * start + tuple(roles),
+        behaviour_logprobs=(float("nan"),) * start + completion.behaviour_logprobs,
+        episode=completion.sample,
+        group=group,
+        turns=((start, start + length),),
+        finish=completion.finish,
+        policy_version=completion.policy_version,
+    )
