@@ -72,7 +72,7 @@ def pools():
         ("nan", "it returned nan, which is not finite"),
         ("-inf", "it returned -inf, which is not finite"),
         ("text", "it returned '1.0' (a str), which is no number"),
-        ("forge", ""),
+        *((f"forge {body}", "") for body in ("count", "types", "huge", "deep", "binary", "list")),
     ],
 )
 def test_only_the_guilty_sample_fails(pools, style, bad, why):
@@ -147,6 +147,13 @@ def test_a_wrong_number_of_rewards_is_an_error_at_once(name, got):
 def test_no_list_at_all_is_an_error_at_once():
     with RewardPool(source("nothing")) as pool, pytest.raises(RewardError, match="returned a NoneType; it must return"):
         pool.score(answers("1"))
+
+
+def test_a_sample_nobody_spoke_of_has_failed():
+    with RewardPool(source("single"), workers=1) as pool:
+        (scored,) = pool.score(answers("forge done"))
+        assert scored.total is None
+        assert "its worker process never answered" in scored.failure
 
 
 def test_a_long_wait_is_named(caplog):

@@ -101,6 +101,7 @@ class RewardPool:
             finally:  # after an error or Ctrl-C, no worker goes on with what nobody waits for
                 for worker in [w for w in self._workers if w.job is not None]:
                     self._replace(worker)
+            this.settle()
             return self._collect(this, samples)
 
     def take_metrics(self) -> dict[str, float]:
@@ -166,7 +167,9 @@ class RewardPool:
             return
         try:
             this.heard(job, message, name=self.names[job.function])
-        except (KeyError, TypeError, IndexError):  # not what a worker says unless its own code was changed under it
+        except RewardError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):  # a worker that was taken over
             worker.job = None
             self._replace(worker)
             this.broke(job, "crash", "its worker process sent something unreadable")
