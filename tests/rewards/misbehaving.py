@@ -10,6 +10,15 @@ import time
 from pathlib import Path
 
 leak = []
+FORGED = {
+    "count": b'{"values":9}',
+    "types": b'{"at":0,"value":1,"extras":{},"metrics":[["a","b"]]}',
+    "huge": b'{"at":0,"value":1' + b"0" * 400 + b',"extras":{},"metrics":[]}',
+    "deep": b"[" * 100_000,
+    "binary": b"\x80\x04}",
+    "list": b"[]",
+    "done": b'{"done":true}',
+}
 
 
 def act(text):
@@ -48,10 +57,11 @@ def act(text):
                 Path(marker).touch()
                 os._exit(1)
             return 1.0
-        case ["forge"]:
+        case ["forge", body]:
+            body = FORGED[body]
             for fd in range(3, 64):
                 try:
-                    socket.socket(fileno=os.dup(fd)).send(b'\x00\x00\x00\x00\x00\x00\x00\x0c{"values":9}')
+                    socket.socket(fileno=os.dup(fd)).send(len(body).to_bytes(8, "big") + body)
                 except OSError:
                     continue
             return 1.0

@@ -65,6 +65,14 @@ def test_a_dict_without_a_score_is_a_failure():
     assert "a dict without 'score' (its keys: reward)" in scored.failure
 
 
+def test_control_characters_of_the_model_do_not_reach_the_log():
+    def quotes(completion):
+        raise ValueError(completion)
+
+    (scored,), _ = score(quotes, Sample(prompt="q", completion="\x1b[31mred\u202e"))
+    assert "ValueError: \\x1b[31mred\\u202e" in scored.failure
+
+
 def test_environments_reach_the_function_as_copies():
     def moves(completions, environments):
         return [environment["moves"] for environment in environments]

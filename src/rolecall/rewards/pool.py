@@ -20,7 +20,7 @@ logger = logging.getLogger("rolecall.rewards")
 
 _LOAD_DEADLINE_S = 120.0
 _STARTS_IN_VAIN = 3
-"""So many workers in a row may die without having done anything before the pool gives up."""
+"""So many workers in a row, and all there were, may die before they have done anything; then the pool gives up."""
 _NAMED_FAILURES = 5
 """So many failures per function and call are named one by one in the log; the rest are counted."""
 
@@ -101,6 +101,7 @@ class RewardPool:
             finally:  # after an error or Ctrl-C, no worker goes on with what nobody waits for
                 for worker in [w for w in self._workers if w.job is not None]:
                     self._replace(worker)
+            this.settle()
             return self._collect(this, samples)
 
     def take_metrics(self) -> dict[str, float]:
@@ -166,7 +167,9 @@ class RewardPool:
             return
         try:
             this.heard(job, message, name=self.names[job.function])
-        except (KeyError, TypeError, IndexError):  # not what a worker says unless its own code was changed under it
+        except RewardError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):  # a worker that was taken over
             worker.job = None
             self._replace(worker)
             this.broke(job, "crash", "its worker process sent something unreadable")
@@ -227,7 +230,7 @@ class RewardPool:
     def _lost_in_vain(self, worker: Worker) -> None:
         how = self._replace(worker)
         self._starts_in_vain += 1
-        if self._starts_in_vain >= _STARTS_IN_VAIN:
+        if self._starts_in_vain >= _STARTS_IN_VAIN + len(self._workers):
             raise RewardError(
                 f"reward workers for {', '.join(self.names)} die before they are called ({how}); import the functions' "
                 f"modules in a Python shell to see why"

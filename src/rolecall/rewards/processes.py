@@ -91,7 +91,7 @@ class Worker:
             del self._received[: HEADER.size + size]
             try:
                 message = json.loads(body)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise Gone("a frame that is not JSON") from error
             if not isinstance(message, dict):
                 raise Gone("a frame that is not an object")

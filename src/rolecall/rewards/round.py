@@ -106,6 +106,13 @@ class Round:
         if self._hung[job.function] >= _GIVE_UP and not self.values[job.function]:
             self._give_up(job.function)
 
+    def settle(self) -> None:
+        """At the end: a sample that nobody spoke of has failed, it is not "not applicable"."""
+        for function, values in enumerate(self.values):
+            for index in range(len(self._samples)):
+                if index not in values and index not in self.failures[function]:
+                    self._fail(function, index, "its worker process never answered")
+
     def _add(self, job: Job, *, front: bool = False) -> None:
         self._open += 1
         if front:
@@ -147,13 +154,13 @@ class Round:
 
     def _sample_scored(self, job: Job, message: Mapping[str, Any]) -> None:
         index = job.samples[message["at"]]
-        job.reported = message["at"] + 1
         if "error" in message:
             self._fail(job.function, index, str(message["error"]))
-            return
-        self.extras[index].update(message["extras"])
-        self.metrics[job.function, (index,)] = [(str(k), float(v)) for k, v in message["metrics"]]
-        self._record(job.function, index, message["value"])
+        else:
+            self.extras[index].update(message["extras"])
+            self.metrics[job.function, (index,)] = [(str(k), float(v)) for k, v in message["metrics"]]
+            self._record(job.function, index, message["value"])
+        job.reported = message["at"] + 1
 
     def _record(self, function: int, index: int, value: Any) -> None:
         if isinstance(value, dict):

@@ -83,9 +83,10 @@ def _run_sample(function: RewardFunction, answers: Answers, index: int, send: Se
 def _described(error: BaseException) -> dict[str, Any]:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if frames else ""
-    text = str(error)
+    # The text may quote the model: control characters are shown, not sent to a terminal.
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error)[:300])
     return {
-        "error": f"{type(error).__name__}{': ' if text else ''}{text[:300]}{where}",
+        "error": f"{type(error).__name__}{': ' if text else ''}{text}{where}",
         "memory": isinstance(error, MemoryError),
     }
 
