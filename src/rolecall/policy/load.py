@@ -69,7 +69,7 @@ def load(
     name = str(name)
     path = Path(name).expanduser()
     if name == "tiny":
-        model, tokenizer = tiny_model().to(_DTYPES[dtype]), tiny_tokenizer()
+        model, tokenizer = cast_weights(tiny_model(), _DTYPES[dtype]), tiny_tokenizer()
     elif path.suffix == ".gguf":
         model, tokenizer = _read_directory(str(_converted_gguf(path, cache_dir)), dtype=dtype)
     elif name and path.is_dir():
@@ -134,6 +134,14 @@ def make_trainable(model: PreTrainedModel, *, gradient_checkpointing: bool = Fal
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers checkpoints in training mode only; without dropout the numbers are the same
+
+
+def cast_weights(model: Any, dtype: torch.dtype) -> Any:
+    """Cast the parameters in place and leave the buffers alone: `model.to` would round the rotary frequencies too."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    return model
 
 
 def without_dropout(config: Any) -> Any:
