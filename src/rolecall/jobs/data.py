@@ -25,11 +25,11 @@ _TRAIN_ROWS = 20_000
 
 def prompt_rows(source: RowsSource, evaluation: EvalOptions, *, seed: int) -> tuple[Rows, Rows | None, str | None]:
     """(training rows, held-out rows if they will be used, the task's own reward)."""
-    found = ListRows(source) if not isinstance(source, str) else resolve(source)
-    if isinstance(source, str) and hasattr(found, "gold"):
+    found: Any = ListRows(source) if not isinstance(source, str) else resolve(source)
+    if hasattr(found, "gold"):
         test = found.rows("test", n=evaluation.rows) if evaluation.every else None
         return found.rows("train", n=_TRAIN_ROWS, seed=seed), test, found.reward
-    rows: Any = found
+    rows: Rows = found
     if "prompt" not in rows.columns:
         kind_of(rows)  # says what is wrong with the columns
         raise RowError(f"rl needs a column `prompt`; the rows have {', '.join(rows.columns)}")
@@ -61,10 +61,10 @@ def open_reward(
 
 def demonstrated(source: RowsSource, *, seed: int) -> Rows:
     """Rows to imitate: a task's gold answers, or the user's."""
-    found = ListRows(source) if not isinstance(source, str) else resolve(source)
-    if isinstance(source, str) and hasattr(found, "gold"):
+    found: Any = ListRows(source) if not isinstance(source, str) else resolve(source)
+    if hasattr(found, "gold"):
         return demonstrations(found, "train", n=_TRAIN_ROWS, seed=seed)
-    rows: Any = found
+    rows: Rows = found
     if kind_of(rows) not in ("prompt_completion", "messages", "text"):
         raise RowError(
             f"sft needs rows with `prompt` and `completion`, `messages`, or `text`; these have {', '.join(rows.columns)}"

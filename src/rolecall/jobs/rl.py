@@ -112,7 +112,7 @@ def _build(
         token_budget=options.optim.token_budget,
         max_grad_norm=options.optim.max_grad_norm,
     )
-    engine = _engine(policy, options)
+    engine = sampler(policy, options)
     learner = RLLearner(
         options,
         policy=policy,
@@ -179,7 +179,8 @@ def _module(policy: LoadedModel, options: RLOptions) -> PolicyModel:
     return PolicyModel(policy.model)
 
 
-def _engine(policy: LoadedModel, options: RLOptions) -> Engine:
+def sampler(policy: LoadedModel, options: Any) -> Engine:
+    """The engine that the options ask for, with the policy's weights."""
     engine = open_engine(policy, name=options.engine.name, dtype=options.engine.dtype, max_rows=options.engine.max_rows)
     return engine
 

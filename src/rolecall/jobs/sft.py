@@ -11,13 +11,12 @@ from accelerate import Accelerator
 from rolecall.config.merge import make
 from rolecall.config.sft import SFTOptions
 from rolecall.jobs.data import demonstrated, open_reward, prompt_rows, rendered_rows
-from rolecall.jobs.rl import open_policy
+from rolecall.jobs.rl import open_policy, sampler
 from rolecall.jobs.running import Built, Run, execute, saved_options
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.rl import engine_weights
 from rolecall.recipes.sft import SFTLearner
-from rolecall.rollout.open import open_engine
 from rolecall.train.loop import LoopOptions
 from rolecall.train.optim import make_optimizer
 from rolecall.train.progress import Progress
@@ -100,7 +99,7 @@ def _evaluator(options: SFTOptions, policy: Any, source: Any, stack: ExitStack) 
     if task_reward is None or test is None:
         return None
     reward = open_reward((), task_reward, stack, weights=None, deadline_s=60.0)
-    engine = open_engine(policy, name=options.engine.name, dtype=options.engine.dtype, max_rows=options.engine.max_rows)
+    engine = sampler(policy, options)
     evaluator = Evaluator(
         policy=policy,
         engine=engine,

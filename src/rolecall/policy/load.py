@@ -70,8 +70,7 @@ def load(
     name = str(name)
     path = Path(name).expanduser()
     if name == "tiny":
-        model, tokenizer = tiny_model(), tiny_tokenizer()
-        cast_weights(model, _DTYPES[dtype])
+        model, tokenizer = cast_weights(tiny_model(), _DTYPES[dtype]), tiny_tokenizer()
     elif path.suffix == ".gguf":
         model, tokenizer = _read_directory(str(_converted_gguf(path, cache_dir)), dtype=dtype)
     elif name and path.is_dir():
@@ -144,7 +143,7 @@ def stop_dropout(model: torch.nn.Module) -> None:
             module.p = 0.0
 
 
-def cast_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
+def cast_weights(model: Any, dtype: torch.dtype) -> Any:
     """Cast the parameters in place and leave the buffers alone.
 
     `model.to(dtype)` casts buffers too: rotary frequencies in bfloat16 turn every position by a slightly wrong angle,
@@ -152,6 +151,8 @@ def cast_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    return model
 
 
 def without_dropout(config: Any) -> Any:

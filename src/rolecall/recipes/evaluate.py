@@ -1,6 +1,6 @@
 """How good a policy is on held-out rows: greedy accuracy, avg@k, pass@k, length, truncation, KL to the start."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from rolecall.policy.load import LoadedModel
 from rolecall.recipes.sampling import answer_text, as_completion, prompt_request, trajectory_of
 from rolecall.rewards.records import Reward, Sample
 from rolecall.rollout.engine import Engine
+from rolecall.tasks.rows import Rows
 from rolecall.train.reference import Reference
 from rolecall.train.score import score
 from rolecall.types import Completion, Request, Sampling
@@ -42,7 +43,7 @@ class Evaluator:
         policy: LoadedModel,
         engine: Engine,
         reward: Reward,
-        rows: Sequence[Mapping[str, Any]],
+        rows: Rows,
         sampling: Sampling,
         chat: ChatOptions,
         samples: int = 1,
@@ -61,7 +62,7 @@ class Evaluator:
 
     def run(self) -> Evaluation:
         """Answer every row greedily, and `samples` times at the sampling temperature if asked."""
-        requests, completions = self._answer(replace(self.sampling, temperature=0.0), 1)
+        _, completions = self._answer(replace(self.sampling, temperature=0.0), 1)
         answers = [answer_text(self.policy, c) for c in completions]
         totals = self._score(completions, answers)
         known = [t for t in totals if t is not None]

@@ -27,6 +27,7 @@ from rolecall.recipes.measure import finish, in_words, measure_rollout, measure_
 from rolecall.recipes.sampling import answer_text, as_completion, prompt_request, trajectory_of
 from rolecall.rewards.records import Reward, Sample
 from rolecall.rollout.engine import Engine
+from rolecall.tasks.rows import Rows
 from rolecall.train.data import RowOrder
 from rolecall.train.metrics import Meter
 from rolecall.train.optim import lr_factor, set_lr
@@ -49,7 +50,7 @@ class RLLearner:
         updater: Updater,
         engine: Engine,
         reward: Reward,
-        rows: Sequence[Mapping[str, Any]],
+        rows: Rows,
         reference: Reference | None = None,
         watches: Sequence[Watch] = (),
         timer: Timer | None = None,

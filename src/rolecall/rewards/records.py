@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rolecall.errors import UserError
+
 Messages = Sequence[Mapping[str, Any]]
 
 
-class RewardError(ValueError):
+class RewardError(UserError):
     """A reward that cannot be used at all: not found, wrong signature, a column it asks for is not there."""
 
 

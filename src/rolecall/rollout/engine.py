@@ -1,13 +1,14 @@
 """What the rest of the library asks of an engine, and what every engine asks of its requests."""
 
 import hashlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rolecall.types import Completion, Request
+from rolecall.types import Completion, Request, Sampling
 
 
 class Engine(Protocol):
@@ -41,7 +42,7 @@ def in_order(requests: Sequence[Request], completions: Iterator[Completion]) -> 
 
 def check_requests(requests: Sequence[Request], *, context_length: int, vocabulary: int) -> None:
     """Refuse what cannot be answered, before any work starts."""
-    seen: set[tuple[int, int]] = set()
+    check_numbers(requests)
     for request in requests:
         where = f"prompt {request.prompt}"
         if len(request.prompt_ids) >= context_length:
@@ -53,12 +54,47 @@ def check_requests(requests: Sequence[Request], *, context_length: int, vocabula
             raise ValueError(
                 f"{where} holds a token id outside 0..{vocabulary - 1}: the tokenizer does not fit the model's vocabulary"
             )
+
+
+def check_numbers(requests: Sequence[Request]) -> None:
+    """Refuse two answers of the same number: they would be drawn with the same random numbers."""
+    seen: set[tuple[int, int]] = set()
+    for request in requests:
         keys = {(request.prompt, request.first_sample + i) for i in range(request.n)}
         if seen & keys:
             raise ValueError(
-                f"{where} is requested twice with the same sample numbers; give each request its own `prompt`"
+                f"prompt {request.prompt} is requested twice with the same sample numbers; "
+                "give each request its own `prompt`, or its own `first_sample`"
             )
         seen |= keys
+
+
+def check_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """Refuse weights that are not those of the engine's model, before any of them is taken."""
+    if odd := sorted(weights.keys() ^ shapes.keys()):
+        side = "missing" if odd[0] in shapes else "unknown to the engine's model"
+        raise ValueError(
+            f"the weights to load do not fit: {odd[0]} is {side}; pass dict(model.named_parameters()) of the same model"
+        )
+    for name, tensor in weights.items():
+        if tensor.shape != shapes[name]:
+            raise ValueError(
+                f"the weights to load do not fit: {name} has shape {tuple(tensor.shape)}, "
+                f"the engine's model has {tuple(shapes[name])}; make the engine from the model that is trained"
+            )
+
+
+def warn_if_support_is_cut(sampling: Sampling) -> None:
+    """Warn that answers drawn with these settings do not come from the policy that is trained."""
+    if sampling.cuts_support:
+        cuts = ", ".join(
+            f"{name}={value}" for name in ("top_k", "top_p", "min_p") if (value := getattr(sampling, name)) is not None
+        )
+        warnings.warn(
+            f"sampling with {cuts} draws from a part of the vocabulary only, so the trained policy is not the one that "
+            "answers and its gradient is biased; train without top_k, top_p and min_p, and keep them for evaluation",
+            stacklevel=2,
+        )
 
 
 def weights_hash(weights: Mapping[str, Tensor], dtype: torch.dtype) -> str:
@@ -69,7 +105,7 @@ def weights_hash(weights: Mapping[str, Tensor], dtype: torch.dtype) -> str:
     digest = hashlib.sha256()
     for name in sorted(weights):
         tensor = weights[name].detach().to(dtype).contiguous()
-        words = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32).flatten()
+        words = tensor.flatten().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
         columns = torch.nn.functional.pad(words, (0, -len(words) % 1024)).view(-1, 1024).sum(0, dtype=torch.int64)
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
         digest.update(columns.numpy(force=True).tobytes())

@@ -6,6 +6,7 @@ random numbers, the log-probs and the reasons to stop are the same.
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from rolecall.rollout.engine import check_requests, in_order, weights_hash
+from rolecall.policy.load import cast_weights
+from rolecall.rollout.engine import check_requests, check_weights, in_order, weights_hash
 from rolecall.rollout.sampler import draw, row_key, uniforms
 from rolecall.rollout.stops import StopRule
 from rolecall.types import Completion, Finish, Request
@@ -39,16 +41,16 @@ class HFEngine:
         self.context_length = context_length
         self.max_rows = max_rows
         self._dtype = dtype or model.dtype
-        self._model = copy.deepcopy(model).to(self._dtype).eval().requires_grad_(False)
+        self._model = cast_weights(copy.deepcopy(model), self._dtype).eval().requires_grad_(False)
+        # What the model's own settings would add to ours: stop ids, penalties, forced tokens.
+        self._model.generation_config = GenerationConfig()
         self.version = version
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Take new weights."""
         own = dict(self._model.named_parameters())
-        if own.keys() != weights.keys():
-            odd = sorted(own.keys() ^ weights.keys())[0]
-            raise ValueError(f"the weights do not fit the engine's model: {odd} is on one side only")
+        check_weights(weights, {name: p.shape for name, p in own.items()})
         for name, tensor in weights.items():
             own[name].copy_(tensor)
         self.version = version
@@ -67,15 +69,19 @@ class HFEngine:
         vocabulary = self._model.get_input_embeddings().num_embeddings
         check_requests(requests, context_length=self.context_length, vocabulary=vocabulary)
         rows = [(r, r.first_sample + i) for r in requests for i in range(r.n)]
-        # One set of sampling settings per call of generate, prompts of like length together.
-        rows.sort(key=lambda row: (str(row[0].sampling), len(row[0].prompt_ids)))
-        while rows:
-            sampling = rows[0][0].sampling
-            batch = [row for row in rows[: self.max_rows] if row[0].sampling == sampling]
-            rows = rows[len(batch) :]
-            yield from self._run(batch)
+        # A call of generate has one set of sampling settings and one limit of tokens, so that no row grows beyond the
+        # context while it waits for the others. Prompts of like length go together.
+        rows.sort(key=lambda row: (repr(row[0].sampling), len(row[0].prompt_ids)))
+        for (_, limit), group in groupby(rows, key=lambda row: (row[0].sampling, self._limit(row[0]))):
+            alike = list(group)
+            for start in range(0, len(alike), self.max_rows):
+                yield from self._run(alike[start : start + self.max_rows], limit)
 
-    def _run(self, rows: list[tuple[Request, int]]) -> list[Completion]:
+    def _limit(self, request: Request) -> int:
+        """The most tokens an answer can have."""
+        return min(request.sampling.max_new_tokens, self.context_length - len(request.prompt_ids))
+
+    def _run(self, rows: list[tuple[Request, int]], limit: int) -> list[Completion]:
         sampling = rows[0][0].sampling
         width = max(len(r.prompt_ids) for r, _ in rows)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -85,11 +91,11 @@ class HFEngine:
             present[i, width - len(request.prompt_ids) :] = 1
         drawer = _Drawer(rows, width)
         stops = StopRule.of(sampling, self.stop_ids, self.tokenizer)
-        ends = _Ends(rows, width, stops, self.context_length)
+        ends = _Ends(drawer, stops, limit)
         self._model.generate(
             ids,
             attention_mask=present,
-            generation_config=GenerationConfig(do_sample=False, max_new_tokens=sampling.max_new_tokens, pad_token_id=0),
+            generation_config=GenerationConfig(do_sample=False, max_new_tokens=limit, pad_token_id=0, use_cache=True),
             logits_processor=LogitsProcessorList([drawer]),
             stopping_criteria=StoppingCriteriaList([ends]),
         )
@@ -97,13 +103,14 @@ class HFEngine:
             Completion(
                 ids=tuple(drawer.tokens[i][: ends.length[i]]),
                 behaviour_logprobs=tuple(drawer.logprobs[i][: ends.length[i]]),
-                finish=ends.finish[i] or Finish.LENGTH,
+                finish=finish,
                 policy_version=self.version,
                 prompt=request.prompt,
                 sample=sample,
                 seed=request.seed,
             )
-            for i, (request, sample) in enumerate(rows)
+            for i, ((request, sample), finish) in enumerate(zip(rows, ends.finish, strict=True))
+            if finish is not None
         ]
 
 
@@ -118,7 +125,7 @@ class _Drawer(LogitsProcessor):
         self.logprobs: list[list[float]] = [[] for _ in rows]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        u = torch.from_numpy(uniforms(self._keys, input_ids.shape[1] + self._offsets))
+        u = torch.from_numpy(uniforms(self._keys, input_ids.shape[1] + self._offsets)).to(scores.device)
         drawn = draw(scores, self._sampling, u)
         for i, (token, logprob) in enumerate(zip(drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True)):
             self.tokens[i].append(token)
@@ -129,15 +136,14 @@ class _Drawer(LogitsProcessor):
 class _Ends(StoppingCriteria):
     """Says which rows have ended, and remembers where and why."""
 
-    def __init__(self, rows: list[tuple[Request, int]], width: int, stops: StopRule, context_length: int) -> None:
-        self._width, self._stops = width, stops
-        self._room = [context_length - len(r.prompt_ids) for r, _ in rows]
-        self.finish: list[Finish | None] = [None] * len(rows)
-        self.length = [0] * len(rows)
+    def __init__(self, drawer: _Drawer, stops: StopRule, limit: int) -> None:
+        self._drawer, self._stops, self._limit = drawer, stops, limit
+        self.finish: list[Finish | None] = [None] * len(drawer.tokens)
+        self.length = [0] * len(drawer.tokens)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        for i, answer in enumerate(input_ids[:, self._width :].tolist()):
+        for i, answer in enumerate(self._drawer.tokens):
             if self.finish[i] is None:
                 self.length[i] = len(answer)
-                self.finish[i] = self._stops.finish(answer, full=len(answer) >= self._room[i])
+                self.finish[i] = self._stops.finish(answer, full=len(answer) >= self._limit)
         return torch.tensor([finish is not None for finish in self.finish], device=input_ids.device)

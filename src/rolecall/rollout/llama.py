@@ -7,6 +7,7 @@ log-probs agree with the trainer's.
 Shapes: rows are sequences in the cache's slots 0..rows-1; a step feeds one token to each of them.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,19 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rolecall.rollout.engine import weights_hash
+from rolecall.rollout.engine import check_weights, weights_hash
 
 _MODEL_TYPES = frozenset({"llama", "qwen2", "qwen3", "mistral"})
+_WEIGHT = re.compile(
+    r"model\.(embed_tokens|norm)\.weight|lm_head\.weight"
+    r"|model\.layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.[qk]_norm)\.weight"
+    r"|model\.layers\.\d+\.(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj\.(weight|bias)"
+)
 
 
-def unsupported(config: Any) -> str | None:
-    """Why this decoder cannot run a model of that configuration, or None if it can."""
+def unsupported(model: Any) -> str | None:
+    """Why this decoder cannot run that transformers model, or None if it can."""
+    config = model.config
     if config.model_type not in _MODEL_TYPES:
         return f"its architecture is {config.model_type}"
     if config.hidden_act != "silu":
@@ -30,9 +37,13 @@ def unsupported(config: Any) -> str | None:
     window = getattr(config, "sliding_window", None)
     if window is not None and window < config.max_position_embeddings:
         return f"it attends over a sliding window of {window} tokens"
-    if "dynamic" in str((config.rope_parameters or {}).get("rope_type")) or "longrope" in str(config.rope_parameters):
+    rope = config.rope_parameters or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
         return "its rotary frequencies change with the length"
-    return None
+    if rope.get("partial_rotary_factor", 1.0) != 1:
+        return "it rotates a part of each head only"
+    odd = next((name for name, _ in model.named_parameters() if not _WEIGHT.fullmatch(name)), None)
+    return None if odd is None else f"it has a weight {odd} of its own"
 
 
 class Linear:
@@ -102,7 +113,7 @@ class LlamaDecoder:
 
     def __init__(self, model: Any, *, dtype: torch.dtype) -> None:
         config = model.config
-        reason = unsupported(config)
+        reason = unsupported(model)
         if reason is not None:
             raise ValueError(f"the native engine cannot run this model: {reason}; use the hf engine")
         self.dtype = dtype
@@ -112,6 +123,7 @@ class LlamaDecoder:
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.eps: float = config.rms_norm_eps
         self.vocabulary: int = config.vocab_size
+        self._shapes = {name: p.shape for name, p in model.named_parameters()}
         rotary = model.get_decoder().rotary_emb
         self._frequencies: Tensor = rotary.inv_freq.detach().clone().float()
         self._rotary_scale: float = rotary.attention_scaling
@@ -120,16 +132,13 @@ class LlamaDecoder:
 
     def load(self, weights: Mapping[str, Tensor]) -> str:
         """Take a copy of the weights in this decoder's dtype and return the hash of that copy."""
+        check_weights(weights, self._shapes)
         own = {name: tensor.detach().to(self.dtype, copy=True) for name, tensor in weights.items()}
         digest = weights_hash(own, self.dtype)
         self.embedding = own.pop("model.embed_tokens.weight")
         self.norm = own.pop("model.norm.weight")
         self.head = Linear(own.pop("lm_head.weight", self.embedding), None)
         self.layers = [self._layer(own, f"model.layers.{i}.") for i in range(self.layer_count)]
-        if own:
-            raise ValueError(
-                f"the native engine does not know the weights {', '.join(sorted(own)[:3])}; use the hf engine"
-            )
         return digest
 
     @staticmethod
@@ -243,7 +252,7 @@ class LlamaDecoder:
         return self._normed(x, self.norm)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        if x.dtype != torch.bfloat16:
+        if x.dtype in (torch.float32, torch.float64):
             return F.rms_norm(x, weight.shape, weight, self.eps)
         return weight * F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype)
 

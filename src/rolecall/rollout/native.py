@@ -70,6 +70,7 @@ class NativeEngine:
         self.max_rows, self.cache_bytes = max_rows, cache_bytes
         self._decoder = LlamaDecoder(model, dtype=dtype or model.dtype)
         self._cache: KVCache | None = None
+        self._loads = 0
         self._conversations: OrderedDict[str, tuple[tuple[int, ...], Tensor]] = OrderedDict()
         self.load(dict(model.named_parameters()), version)
 
@@ -77,6 +78,7 @@ class NativeEngine:
         """Take new weights. What was cached under the old ones is dropped."""
         self._hash = self._decoder.load(weights)
         self._conversations.clear()
+        self._loads += 1
         self.version = version
 
     def hash(self) -> str:
@@ -89,21 +91,25 @@ class NativeEngine:
 
     @torch.inference_mode()
     def stream(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Answers as they end."""
+        """Answers as they end. Other calls may be made between them, except `load`."""
         check_requests(requests, context_length=self.context_length, vocabulary=self._decoder.vocabulary)
         waiting = deque(
             _Prompt(r, StopRule.of(r.sampling, self.stop_ids, self.tokenizer), len(r.prompt_ids)) for r in requests
         )
         if not waiting:
             return
-        cache = self._cache_for(requests)
+        loads, cache, slots = self._loads, *self._cache_for(requests)
         rows: list[_Row] = []
-        hidden = self._admit(waiting, rows, cache)
+        hidden = self._admit(waiting, rows, cache, slots)
         while rows:
             drawn = self._draw(rows, hidden)
             ended = self._extend(rows, drawn)
             for slot, finish in reversed(ended):
                 yield self._leave(rows, slot, finish, cache)
+            if self._loads != loads:
+                raise RuntimeError(
+                    "new weights were loaded while answers of the old ones were growing; read the stream to its end first"
+                )
             hidden = hidden[:0]
             if rows:
                 tokens = torch.tensor([row.ids[-1] for row in rows])
@@ -111,22 +117,28 @@ class NativeEngine:
                 hidden = self._decoder.step(tokens, lengths, cache)
                 for row in rows:
                     row.length += 1
-            hidden = torch.cat([hidden, self._admit(waiting, rows, cache)])
+            hidden = torch.cat([hidden, self._admit(waiting, rows, cache, slots)])
+        self._cache = cache  # not after an error, which may leave NaN in it
 
-    def _cache_for(self, requests: Sequence[Request]) -> KVCache:
-        """The cache of the last call if it is large enough, else a new one."""
+    def _cache_for(self, requests: Sequence[Request]) -> tuple[KVCache, int]:
+        """The cache of the last call if it is large enough, else a new one; and how many of its slots to use.
+
+        The cache is taken away from the engine, so that another stream makes its own. The slots depend on the requests
+        alone, never on what an earlier call left behind: the same call gives the same batches.
+        """
         length = max(min(len(r.prompt_ids) + r.sampling.max_new_tokens, self.context_length) for r in requests)
         fit = self.cache_bytes // (self._decoder.bytes_per_token() * length)
         slots = max(1, min(self.max_rows, fit, sum(r.n for r in requests)))
-        if self._cache is None or self._cache.slots < slots or self._cache.length < length:
-            self._cache = None  # free the old one first
-            self._cache = self._decoder.cache(slots=slots, length=length)
-        return self._cache
+        cache, self._cache = self._cache, None
+        if cache is None or cache.slots < slots or cache.length < length:
+            del cache  # free the old one first
+            cache = self._decoder.cache(slots=slots, length=length)
+        return cache, slots
 
-    def _admit(self, waiting: deque[_Prompt], rows: list[_Row], cache: KVCache) -> Tensor:
+    def _admit(self, waiting: deque[_Prompt], rows: list[_Row], cache: KVCache, slots: int) -> Tensor:
         """Let waiting samples into free slots; the hidden states to draw their first tokens from, in order."""
         new: list[Tensor] = []
-        free = min(cache.slots, self.max_rows) - len(rows)
+        free = slots - len(rows)
         self._prefill(waiting, free)
         while waiting and free:
             prompt = waiting[0]
@@ -167,15 +179,19 @@ class NativeEngine:
                 prompt.kv = kv[:, :, i, :, : prompt.length].clone()
 
     def _resume(self, prompt: _Prompt) -> bool:
-        """Go on from the conversation's cache if the prompt begins with it."""
+        """Go on from the conversation's cache as far as the prompt begins with it."""
         name = prompt.request.conversation
         known = self._conversations.pop(name, None) if name is not None else None
         if known is None:
             return False
         ids, past = known
-        if len(ids) >= prompt.length or prompt.request.prompt_ids[: len(ids)] != ids:
+        # At least the last token is fed again, for its hidden state.
+        pairs = zip(ids, prompt.request.prompt_ids[:-1], strict=False)
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), prompt.length - 1))
+        if shared == 0:
             return False
-        hidden, kv = self._decoder.prefill(torch.tensor([prompt.request.prompt_ids[len(ids) :]]), past)
+        past = past[:, :, :, :shared]
+        hidden, kv = self._decoder.prefill(torch.tensor([prompt.request.prompt_ids[shared:]]), past)
         prompt.hidden = hidden[0, -1]
         prompt.kv = torch.cat([past, kv[:, :, 0]], dim=3)
         return True

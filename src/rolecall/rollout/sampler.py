@@ -44,11 +44,13 @@ class Drawn(NamedTuple):
 
 def draw(logits: Float[Tensor, "rows vocab"], sampling: Sampling, u: Float[Tensor, "rows"]) -> Drawn:
     """One token per row: the most likely one at temperature 0, else the one whose slice of the CDF holds u."""
-    logits = logits.float()
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     z = logits if sampling.scoring_temperature == 1 else logits / sampling.scoring_temperature
     top = z.max(dim=-1)
     weights = (z - top.values[:, None]).exp_()  # not normalised: the draw scales u instead
     total = weights.sum(dim=-1)
+    if not bool(total.isfinite().all()):
+        raise ValueError("the model's logits hold NaN or inf: its weights are broken; go back to an earlier checkpoint")
     if sampling.temperature == 0:
         tokens = top.indices
     else:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rolecall.rollout.engine import in_order, weights_hash
+from rolecall.rollout.engine import check_numbers, in_order, weights_hash
 from rolecall.types import Completion, Finish, Request
 
 Script = Callable[[Request, int], Sequence[int]]
@@ -44,6 +44,7 @@ class ScriptedEngine:
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """The scripted answers, cut to max_new_tokens."""
+        check_numbers(requests)
         for request in requests:
             for sample in range(request.first_sample, request.first_sample + request.n):
                 ids = tuple(self._script(request, sample))[: request.sampling.max_new_tokens]

@@ -36,12 +36,12 @@ class StopRule:
         """Why the answer ends with its last token, or None. `full`: the context has no room for another."""
         if ids[-1] in self.stop_ids:
             return Finish.STOP
-        if self.stop_strings and self._ends_with_stop_string(ids):
+        if self.stop_strings and self._holds_stop_string(ids):
             return Finish.STOP_STRING
         return Finish.LENGTH if full or len(ids) >= self.max_new_tokens else None
 
-    def _ends_with_stop_string(self, ids: list[int]) -> bool:
-        # A token can bring more than the end of the stop string, so look for it anywhere in what the last token added.
-        text = self.tokenizer.decode(ids[-self.tail :])
-        before = self.tokenizer.decode(ids[-self.tail : -1])
-        return any(text.count(s) > before.count(s) for s in self.stop_strings)
+    def _holds_stop_string(self, ids: list[int]) -> bool:
+        # Anywhere in the tail, because the last token can bring more than the end of the stop string. The tokens before
+        # it hold none: the answer would have ended there.
+        text = self.tokenizer.decode(ids[-self.tail :], clean_up_tokenization_spaces=False)
+        return any(s in text for s in self.stop_strings)

@@ -13,13 +13,15 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
+from rolecall.errors import UserError
+
 Row = dict[str, Any]
 
 _BLOCK = 1 << 13
 """Bytes of lines parsed at a time. More are slower: the garbage collector then walks over the rows."""
 
 
-class RowError(ValueError):
+class RowError(UserError):
     """Rows that cannot be read or are not what they should be."""
 
 

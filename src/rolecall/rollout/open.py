@@ -1,0 +1,47 @@
+"""The engine for a loaded model."""
+
+import logging
+from typing import Literal
+
+import torch
+
+from rolecall.policy.load import LoadedModel
+from rolecall.rollout.engine import Engine
+from rolecall.rollout.hf import HFEngine
+from rolecall.rollout.llama import unsupported
+from rolecall.rollout.native import NativeEngine
+
+EngineName = Literal["auto", "native", "hf"]
+
+_ENGINES: dict[str, type[NativeEngine] | type[HFEngine]] = {"native": NativeEngine, "hf": HFEngine}
+_logger = logging.getLogger(__name__)
+
+
+def open_engine(
+    loaded: LoadedModel,
+    *,
+    name: EngineName = "auto",
+    dtype: torch.dtype | None = None,
+    max_rows: int = 64,
+    version: int = 0,
+) -> Engine:
+    """An engine with a copy of the model's weights in `dtype` (default: the model's own).
+
+    `auto` is the native engine where it can run the model, else the hf engine.
+    """
+    if name == "auto":
+        reason = unsupported(loaded.model)
+        if reason is not None:
+            _logger.info("sampling from %s with the hf engine, not the native one: %s", loaded.name, reason)
+        name = "native" if reason is None else "hf"
+    if name not in _ENGINES:
+        raise ValueError(f"unknown engine {name!r}; choose 'auto', 'native' or 'hf'")
+    return _ENGINES[name](
+        loaded.model,
+        loaded.tokenizer,
+        stop_ids=loaded.stop_ids,
+        context_length=loaded.context_length,
+        dtype=dtype,
+        max_rows=max_rows,
+        version=version,
+    )
