@@ -23,6 +23,19 @@ class Command:
 
 COMMANDS = (
     Command(
+        name="sft",
+        about="supervised fine-tuning on demonstrations",
+        options="rolecall.config.sft:SFTOptions",
+        run="rolecall.cli.train:sft",
+    ),
+    Command(
+        name="rl",
+        about="reinforcement learning from a reward",
+        options="rolecall.config.rl:RLOptions",
+        run="rolecall.cli.train:rl",
+        plan="rolecall.config.rl:plan",
+    ),
+    Command(
         name="generate",
         about="answers from a model, whole or token by token",
         options="rolecall.config.generate:GenerateOptions",

@@ -1,5 +1,6 @@
 """Options of `rolecall rl`, and its presets."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -212,3 +213,23 @@ class RLOptions(RunOptions):
             )
         if self.algorithm.name == "grpo" and self.samples < 2:
             raise ValueError("grpo compares the answers to a prompt: samples must be at least 2")
+
+
+def plan(options: RLOptions) -> str:
+    """The batch plan that `--dry-run` prints: what one step is made of."""
+    o = options.algorithm
+    answers = options.prompts * options.samples
+    per_step = math.ceil(answers / o.minibatches)
+    tokens = answers * options.sampling.max_new_tokens
+    lines = [
+        f"one step: {options.prompts} prompts x {options.samples} answers = {answers} answers of up to "
+        f"{options.sampling.max_new_tokens} tokens ({tokens:,} new tokens at most)",
+        f"update: {o.epochs} passes x {o.minibatches} mini-batches = {o.epochs * o.minibatches} optimiser steps, "
+        f"about {per_step} answers each, in micro-batches of up to {options.optim.token_budget:,} tokens",
+        f"old log-probs: {o.old_source}; reference: {'yes' if o.kl_coef else 'no'}; critic: {o.critic}",
+        f"in all: {options.steps} steps, {options.steps * answers:,} answers, "
+        f"{options.steps * o.epochs * o.minibatches:,} optimiser steps",
+    ]
+    if o.epochs * o.minibatches > 1:
+        lines.append("after the first optimiser step of a rollout the policy is ahead of the one that sampled")
+    return "\n".join(lines)

@@ -1,11 +1,11 @@
 """`rolecall rl`: train a language model with reinforcement learning."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 
 from rolecall.config.merge import resolve
@@ -181,25 +181,5 @@ def _module(policy: LoadedModel, options: RLOptions) -> PolicyModel:
 
 def sampler(policy: LoadedModel, options: Any) -> Engine:
     """The engine that the options ask for, with the policy's weights."""
-    engine = open_engine(policy, name=options.engine.name, dtype=options.engine.dtype, max_rows=options.engine.max_rows)
-    return engine
-
-
-def plan(options: RLOptions) -> str:
-    """The batch plan that `--dry-run` prints: what one step is made of."""
-    o = options.algorithm
-    answers = options.prompts * options.samples
-    per_step = math.ceil(answers / o.minibatches)
-    tokens = answers * options.sampling.max_new_tokens
-    lines = [
-        f"one step: {options.prompts} prompts x {options.samples} answers = {answers} answers of up to "
-        f"{options.sampling.max_new_tokens} tokens ({tokens:,} new tokens at most)",
-        f"update: {o.epochs} passes x {o.minibatches} mini-batches = {o.epochs * o.minibatches} optimiser steps, "
-        f"about {per_step} answers each, in micro-batches of up to {options.optim.token_budget:,} tokens",
-        f"old log-probs: {o.old_source}; reference: {'yes' if o.kl_coef else 'no'}; critic: {o.critic}",
-        f"in all: {options.steps} steps, {options.steps * answers:,} answers, "
-        f"{options.steps * o.epochs * o.minibatches:,} optimiser steps",
-    ]
-    if o.epochs * o.minibatches > 1:
-        lines.append("after the first optimiser step of a rollout the policy is ahead of the one that sampled")
-    return "\n".join(lines)
+    dtype = None if options.engine.dtype is None else getattr(torch, options.engine.dtype)
+    return open_engine(policy, name=options.engine.name, dtype=dtype, max_rows=options.engine.max_rows)
