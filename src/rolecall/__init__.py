@@ -4,10 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rolecall.jobs.generate import generate as generate
+    from rolecall.jobs.rl import rl as rl
+    from rolecall.jobs.sft import sft as sft
 
 __version__ = "0.1.0"
 
-_JOBS = ("generate",)
+_JOBS = ("generate", "rl", "sft")
 """Functions of `rolecall.jobs`, a module each, that are imported (and torch with them) when first asked for."""
 
 

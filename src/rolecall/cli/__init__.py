@@ -55,10 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: Command, words: Sequence[str]) -> int:
     from rolecall.config.flags import parse
+    from rolecall.config.resume import with_plus
     from rolecall.config.schema import schema
 
     options = imported(command.options)
-    line = parse(words, schema(options))
+    line = parse(with_plus(words), schema(options))
     presets = getattr(options, "presets", {})
     if line.help is not None:
         from rolecall.config.help import help_text
@@ -79,14 +80,17 @@ def _run(command: Command, words: Sequence[str]) -> int:
 
 
 def _resolve(options: type, presets: Any, line: Any) -> Any:
-    """Preset < file < flags. A file may name its preset; the flag is stronger."""
+    """Preset < file < flags; under them, for a run to go on with, its own settings. A file may name its preset."""
     from rolecall.config.files import read_settings
     from rolecall.config.merge import FLAGS, resolve
+    from rolecall.config.resume import saved_settings
 
     settings = read_settings(line.config) if line.config is not None else {}
     named = settings.pop("preset", None) if presets else None
     name = line.preset if line.preset is not None else named if named is None else str(named)
     layers: list[tuple[str, Any]] = []
+    if line.given.get("resume"):
+        layers.append(("config.json", saved_settings(line.given.get("out"))))
     if name is not None:
         if not presets:
             raise UserError("this command has no presets; leave out --preset")

@@ -9,10 +9,11 @@ import torch
 from accelerate import Accelerator
 
 from rolecall.config.merge import resolve
+from rolecall.config.resume import saved_settings
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
 from rolecall.jobs.data import open_reward, prompt_rows
-from rolecall.jobs.running import Built, Run, execute, model_directory, saved_options
+from rolecall.jobs.running import Built, Run, execute, model_directory
 from rolecall.policy.heads import Critic, RewardModel, ScalarHead
 from rolecall.policy.load import LoadedModel, load
 from rolecall.policy.lora import add_adapter
@@ -52,10 +53,10 @@ def rl(
     rewards = [] if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
     if rewards and all(isinstance(source, str) for source in rewards):
         given["reward"] = tuple(rewards)
+    base = (f"preset {preset}", RLOptions.presets[preset])
     if given.get("resume"):
-        options = saved_options(RLOptions, given["out"], given)
-    else:
-        options = resolve(RLOptions, [(f"preset {preset}", RLOptions.presets[preset]), ("the call", given)]).options
+        base = ("config.json", saved_settings(given.get("out")))
+    options = resolve(RLOptions, [base, ("the call", given)]).options
     return run(
         options,
         rows=None if rows is None or isinstance(rows, str) else rows,

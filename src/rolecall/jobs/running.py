@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from rolecall.config.merge import from_dict, to_dict
+from rolecall.config.merge import to_dict
 from rolecall.config.parts import RunOptions
 from rolecall.errors import UserError
 from rolecall.files import write_atomically
@@ -81,6 +81,8 @@ Build = Callable[[Any, Accelerator, Timer, ExitStack], Built]
 
 def execute(command: str, options: Any, build: Build, *, progress: Progress | None = None) -> Run:
     """Run a job from its options: make or resume the run directory, build, loop, write the model."""
+    if options.extend:
+        options = replace(options, steps=options.steps + options.extend)
     if progress is None:
         progress = Quiet() if options.quiet else Lines()
     accelerator = _accelerator(options)
@@ -133,16 +135,6 @@ def execute(command: str, options: Any, build: Build, *, progress: Progress | No
 def configuration(options: Any) -> dict[str, Any]:
     """What a run is, as config.json holds it."""
     return {name: value for name, value in to_dict(options).items() if name not in _HOW}
-
-
-def saved_options(options_class: type, out: str, given: Mapping[str, Any]) -> Any:
-    """The options of a run that lies in `out`, with what is given anew on top."""
-    path = Path(out) / "config.json"
-    if not path.is_file():
-        raise UserError(f"there is no run to resume in {out}: {path} is missing; start one without resume")
-    settings = json.loads(path.read_text())
-    options: Any = from_dict(options_class, {**settings, **given, "out": out, "resume": True}, source=str(path))
-    return replace(options, steps=options.steps + options.extend) if options.extend else options
 
 
 def model_directory(name: str) -> str:

@@ -8,11 +8,12 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from rolecall.config.merge import make
+from rolecall.config.merge import resolve
+from rolecall.config.resume import saved_settings
 from rolecall.config.sft import SFTOptions
 from rolecall.jobs.data import demonstrated, open_reward, prompt_rows, rendered_rows
 from rolecall.jobs.rl import open_policy, sampler
-from rolecall.jobs.running import Built, Run, execute, saved_options
+from rolecall.jobs.running import Built, Run, execute
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.rl import engine_weights
@@ -36,10 +37,8 @@ def sft(
     """
     if isinstance(rows, str):
         settings["rows"] = rows
-    if settings.get("resume"):
-        options = saved_options(SFTOptions, settings["out"], settings)
-    else:
-        options = make(SFTOptions, settings)
+    saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
+    options = resolve(SFTOptions, [("config.json", saved), ("the call", settings)]).options
     return run(options, rows=None if rows is None or isinstance(rows, str) else rows, progress=progress)
 
 

@@ -1,0 +1,34 @@
+"""The settings of a run that is to be gone on with."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rolecall.errors import UserError
+
+
+def saved_settings(out: str | None) -> dict[str, Any]:
+    """What config.json of the run in `out` holds."""
+    if out is None:
+        raise UserError("resume needs out: which run?")
+    path = Path(out).expanduser() / "config.json"
+    try:
+        return dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        raise UserError(f"there is no run to resume in {out}: it has no config.json; start it without resume") from None
+    except ValueError:
+        raise UserError(f"{path} cannot be read; start the run again with overwrite") from None
+
+
+def with_plus(words: Sequence[str]) -> list[str]:
+    """`--steps +500` as `--extend 500`."""
+    out: list[str] = []
+    for word in words:
+        if out and out[-1] == "--steps" and word.startswith("+"):
+            out[-1:] = ["--extend", word[1:]]
+        elif word.startswith("--steps=+"):
+            out += ["--extend", word.removeprefix("--steps=+")]
+        else:
+            out.append(word)
+    return out
