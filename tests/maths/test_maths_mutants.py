@@ -96,3 +96,12 @@ def test_a_number_as_denominator_is_not_rounded():
 @pytest.mark.parametrize("norm", [1.0, 0.5])
 def test_a_norm_of_one_or_less_is_a_length_too(norm):
     assert reduce.aggregate(X, MASK, mode="seq-mean-token-sum-norm", norm=norm) == 3.5 / norm
+
+
+@pytest.mark.parametrize("time", [63, 64, 65, 100, 128, 129, 200])
+def test_returns_reach_from_the_end_to_the_start_whatever_the_length(time):
+    rewards = torch.zeros(1, time, dtype=torch.float64)
+    rewards[0, -1] = 1.0
+    actual = returns.discounted_returns(rewards, torch.ones(1, time, dtype=torch.bool), gamma=0.99)
+    expected = torch.tensor([[0.99 ** (time - 1 - t) for t in range(time)]], dtype=torch.float64)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
