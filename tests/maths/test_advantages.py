@@ -67,6 +67,10 @@ def test_opo_of_equal_lengths_is_dr_grpo():
     equal(advantages.opo(SCORES, torch.full((6,), 9), GROUPS), advantages.dr_grpo(SCORES, GROUPS))
 
 
+def test_opo_gives_no_weight_to_an_answer_without_trained_positions():
+    equal(advantages.opo(SCORES[4:], torch.tensor([1, 0]), GROUPS[4:]), [0.0, 2.0])
+
+
 def test_opo_of_a_group_without_trained_positions_takes_no_baseline():
     equal(advantages.opo(SCORES[:2], torch.tensor([0, 0]), GROUPS[:2]), [1.0, 0.0])
 

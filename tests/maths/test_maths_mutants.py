@@ -81,3 +81,27 @@ def test_stop_ids_are_compared_in_the_type_of_the_ids():
 
 def test_an_overlong_penalty_is_a_float_of_the_default_type():
     assert shaping.overlong_penalty(LENGTHS, max_length=3, buffer=2).dtype == torch.float32
+
+
+def test_denominators_are_counted_in_float64():
+    assert {reduce.denominator_of(MASK, mode=mode).dtype for mode in reduce.MODES} == {torch.float64}
+
+
+def test_a_number_as_denominator_is_not_rounded():
+    one = torch.ones(1, 1, dtype=torch.float64)
+    loss = reduce.aggregate(one, one.bool(), mode="token-mean", denominator=0.1)
+    assert loss.item() == pytest.approx(10.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("norm", [1.0, 0.5])
+def test_a_norm_of_one_or_less_is_a_length_too(norm):
+    assert reduce.aggregate(X, MASK, mode="seq-mean-token-sum-norm", norm=norm) == 3.5 / norm
+
+
+@pytest.mark.parametrize("time", [63, 64, 65, 100, 128, 129, 200])
+def test_returns_reach_from_the_end_to_the_start_whatever_the_length(time):
+    rewards = torch.zeros(1, time, dtype=torch.float64)
+    rewards[0, -1] = 1.0
+    actual = returns.discounted_returns(rewards, torch.ones(1, time, dtype=torch.bool), gamma=0.99)
+    expected = torch.tensor([[0.99 ** (time - 1 - t) for t in range(time)]], dtype=torch.float64)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
