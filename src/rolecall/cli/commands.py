@@ -36,6 +36,12 @@ COMMANDS = (
         plan="rolecall.config.rl:plan",
     ),
     Command(
+        name="eval",
+        about="how good a model is on held-out rows",
+        options="rolecall.config.eval:EvalJobOptions",
+        run="rolecall.cli.eval:run",
+    ),
+    Command(
         name="generate",
         about="answers from a model, whole or token by token",
         options="rolecall.config.generate:GenerateOptions",

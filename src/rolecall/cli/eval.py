@@ -1,0 +1,25 @@
+"""`rolecall eval` on the terminal."""
+
+import json
+import sys
+
+from rolecall.cli.visible import visible_text
+from rolecall.config.eval import EvalJobOptions
+from rolecall.jobs.eval import run as evaluate
+
+
+def run(options: EvalJobOptions) -> int:
+    """Print the numbers, and answers if asked."""
+    found = evaluate(options)
+    for prompt, answer, score in list(zip(found.prompts, found.answers, found.scores, strict=True))[: options.show]:
+        shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        print(f"{visible_text(shown)} -> {visible_text(answer)}  ({'failed' if score is None else f'{score:g}'})")
+    if options.json:
+        print(json.dumps(found.numbers))
+    else:
+        width = max(map(len, found.numbers))
+        for name, value in found.numbers.items():
+            print(f"{name:{width}}  {value:.4f}")
+    if found.numbers["failed"]:
+        print(f"{found.numbers['failed']:.1%} of the rewards failed", file=sys.stderr)
+    return 0
