@@ -59,6 +59,10 @@ def test_the_head_stays_in_float32_under_a_bfloat16_trunk():
     assert critic(IDS).dtype == critic.head.weight.dtype == torch.float32
 
 
+def test_a_model_in_float64_scores_in_float64(reward_model):
+    assert reward_model.double().scores(IDS, torch.tensor([4, 4])).dtype == torch.float64
+
+
 def test_scores_are_read_at_the_last_token(reward_model):
     lengths = torch.tensor([2, 4])
     by_hand = reward_model.head(reward_model.hidden(IDS))
