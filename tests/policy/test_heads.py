@@ -110,6 +110,11 @@ def test_round_trip_is_exact(tmp_path, dtype, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_loaded_weights_lie_in_aligned_memory_of_their_own(tmp_path, reward_model):
+    reward_model.save(tmp_path)
+    assert {p.data_ptr() % 64 for p in RewardModel.load(tmp_path).parameters()} == {0}
+
+
 def test_a_reward_model_carries_its_own_tokenizer_and_template(tmp_path, reward_model):
     reward_model.tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
     reward_model.save(tmp_path)
