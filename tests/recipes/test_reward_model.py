@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import json
 from contextlib import nullcontext
 from math import log
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from rolecall.config.merge import to_dict
 from rolecall.config.parts import ChatOptions, EvalOptions, OptimOptions, PolicyOptions
 from rolecall.config.rm import RMOptions
 from rolecall.maths.losses import bradley_terry
@@ -30,10 +32,16 @@ from rolecall.recipes.reward_model import (
 from rolecall.rewards.model import RewardModelReward, score_ids
 from rolecall.rewards.records import Sample
 from rolecall.tasks.rows import ListRows, RowError
+from rolecall.train.checkpoint import latest
+from rolecall.train.exit_codes import ExitCode
+from rolecall.train.loop import Loop, LoopOptions
 from rolecall.train.manifest import RefusedCheckpointError
 from rolecall.train.optim import make_optimizer
 from rolecall.train.persist import NotFinite
+from rolecall.train.progress import Quiet
+from rolecall.train.rundir import RunDir
 from rolecall.train.step import Updater
+from rolecall.train.timing import Timer
 
 PLAIN = ChatOptions()
 UNEVEN = (
@@ -236,6 +244,42 @@ def test_k_steps_a_checkpoint_and_the_rest_are_the_same_as_all_steps(tmp_path):
     run(learner, extra["step"], 4)
     wanted = straight.state_dict()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in second.state_dict().items())
+
+
+def test_a_run_of_the_loop_leaves_numbers_and_a_reward_model_behind(tmp_path):
+    options = RMOptions(batch=2, steps=2)
+    model = reward_model()
+    learner = learner_of(model, options, UNEVEN)
+
+    def write(directory, extra):
+        write_checkpoint(
+            directory,
+            model=model,
+            settings=settings_of(options.chat),
+            optimizer=learner.updater.optimizer,
+            learner=learner.state_dict(),
+            extra=extra,
+        )
+
+    with RunDir(tmp_path, "first") as run:
+        loop = Loop(
+            learner,
+            LoopOptions(steps=2, save_every=0, keep=2, eval_every=2, main="accuracy"),
+            run=run,
+            config=to_dict(options),
+            write=write,
+            evaluate=lambda step: evaluate_reward_model(model, UNEVEN),
+            progress=Quiet(),
+            timer=Timer(),
+        )
+        outcome = loop.go(start=0, title="reward model")
+    assert outcome.exit_code == ExitCode.DONE
+    assert outcome.best == evaluate_reward_model(model, UNEVEN)["accuracy"]
+    lines = [json.loads(line) for line in (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 2]
+    assert {"eval_accuracy", "eval_calibration_error", "eval_log_loss"} <= lines[-1].keys()
+    reward = RewardModelReward.load(latest(tmp_path / "first" / "checkpoints").path)
+    assert torch.equal(reward.model.head.weight, model.head.weight)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
