@@ -59,6 +59,10 @@ def test_the_head_stays_in_float32_under_a_bfloat16_trunk():
     assert critic(IDS).dtype == critic.head.weight.dtype == torch.float32
 
 
+def test_a_model_in_float64_scores_in_float64(reward_model):
+    assert reward_model.double().scores(IDS, torch.tensor([4, 4])).dtype == torch.float64
+
+
 def test_scores_are_read_at_the_last_token(reward_model):
     lengths = torch.tensor([2, 4])
     by_hand = reward_model.head(reward_model.hidden(IDS))
@@ -104,6 +108,11 @@ def test_round_trip_is_exact(tmp_path, dtype, capsys):
     assert torch.equal(model.scores(IDS, lengths), again.scores(IDS, lengths))
     assert (tmp_path / "model.safetensors").is_file()
     assert capsys.readouterr().err == ""
+
+
+def test_loaded_weights_lie_in_aligned_memory_of_their_own(tmp_path, reward_model):
+    reward_model.save(tmp_path)
+    assert {p.data_ptr() % 64 for p in RewardModel.load(tmp_path).parameters()} == {0}
 
 
 def test_a_reward_model_carries_its_own_tokenizer_and_template(tmp_path, reward_model):

@@ -1,4 +1,4 @@
-"""From trajectories to a rectangle, and from a batch to micro-batches that fit."""
+"""From trajectories to a rectangle, and what cuts it into micro-batches that fit."""
 
 from collections.abc import Sequence
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rolecall.maths.roles import Role
+from rolecall.policy.packing import micro_batches as micro_batches
 from rolecall.types import Batch, Trajectory
 
 
@@ -35,17 +36,3 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
 def lengths_of(batch: Batch) -> Tensor:
     """Tokens per row, padding left out (by role)."""
     return (batch.roles != Role.PAD).sum(dim=1)
-
-
-def micro_batches(lengths: Tensor, *, token_budget: int) -> list[Tensor]:
-    """Row indices cut into micro-batches of at most `token_budget` tokens after padding, rows of like length together.
-
-    Longest first, so that what does not fit fails at once. A row longer than the budget is a micro-batch of its own.
-    """
-    order = lengths.argsort(descending=True, stable=True)
-    parts: list[Tensor] = []
-    while len(order):
-        count = max(1, min(len(order), token_budget // max(1, int(lengths[order[0]]))))
-        parts.append(order[:count])
-        order = order[count:]
-    return parts

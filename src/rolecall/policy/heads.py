@@ -5,9 +5,9 @@ transformers calls a sequence classifier with one label, so reward models made e
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -40,7 +40,7 @@ class ScalarHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden] to [...]."""
-        return hidden.float() @ self.weight[0]
+        return hidden.to(self.weight.dtype) @ self.weight[0]
 
     def values(self, hidden: Tensor) -> Tensor:
         """[batch, time, hidden] to [batch, time]: values[t] is V before token t, read from the hidden state at t - 1.
@@ -143,16 +143,34 @@ class RewardModel(ScalarModel):
         rows = torch.arange(len(ids), device=ids.device)
         return self.head(self.hidden(ids)[rows, lengths - 1])
 
-    def encode(self, conversation: str | Sequence[Message]) -> tuple[int, ...]:
+    @property
+    def context_length(self) -> int:
+        """Positions the trunk can attend to."""
+        declared = getattr(self.trunk.config.get_text_config(), "max_position_embeddings", None)
+        return int(declared or self.tokenizer.model_max_length)
+
+    def encode(
+        self,
+        conversation: str | Sequence[Message],
+        *,
+        system_prompt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
         """Ids of a finished conversation, in this model's own template; or of a plain text."""
-        return render(self.tokenizer, conversation, add_generation_prompt=False).ids
+        return render(
+            self.tokenizer,
+            conversation,
+            system_prompt=system_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=False,
+        ).ids
 
 
 def _read_head(directory: Path) -> ScalarHead:
     for shard in sorted(directory.glob("*.safetensors")):
         with safe_open(shard, framework="pt") as file:
             if _HEAD_KEY in file.keys():  # noqa: SIM118  (the file is not a mapping)
-                weight = file.get_tensor(_HEAD_KEY).float()
+                weight = file.get_tensor(_HEAD_KEY).float().clone()
                 break
     else:
         raise LoadError(f"model {str(directory)!r} has no {_HEAD_KEY!r}: it is not a reward model or critic")

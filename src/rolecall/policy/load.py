@@ -155,6 +155,16 @@ def cast_weights(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
+def own_memory(model: torch.nn.Module) -> None:
+    """Copy the parameters, in place, out of the file they are mapped from.
+
+    A file may lie at any address, and sums come out differently, in the last bit, where memory is not aligned: what is
+    loaded would not score exactly as what was saved. A mapped file must also not change while it is in use.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
 def without_dropout(config: Any) -> Any:
     """The configuration with every dropout rate at 0, set before the modules are built because they copy the rates."""
     for part in (config, config.get_text_config()):
@@ -218,6 +228,7 @@ def read_pretrained(auto_class: Any, name: str, *, dtype: Dtype, other_tensors: 
         )
     if report["missing_keys"]:
         raise LoadError(f"model {name!r}: tensor {min(report['missing_keys'])!r} is not in its files; copy it again")
+    own_memory(model)
     return model
 
 

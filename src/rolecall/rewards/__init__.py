@@ -1,7 +1,7 @@
 """Rewards: functions with TRL's or verl's signature, run in processes that can be killed.
 
-`records` says what goes in and out, `pool` is what the training loop calls, `verifiers` are the built-in rewards.
-Nothing here imports torch.
+`records` says what goes in and out, `pool` is what the training loop calls, `verifiers` are the built-in rewards, `model`
+is a reward model as the reward. Only `model` imports torch, and nothing here imports it.
 """
 
 from rolecall.rewards.pool import RewardPool

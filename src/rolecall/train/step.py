@@ -8,7 +8,7 @@ counting. The step counts every term's denominator over all micro-batches and al
 does not depend on how the batch was cut into micro-batches or spread over ranks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,17 +91,7 @@ class Updater:
         denominators = self._denominators(batch, loss)
         tally = _Tally(batch, denominators, record=record)
         parts = micro_batches(lengths_of(batch), token_budget=self.token_budget)
-        rounds = int(self._over_ranks(torch.tensor(float(len(parts))), "max"))
-        self.optimizer.zero_grad(set_to_none=True)
-        for i in range(rounds):
-            rows = parts[i] if i < len(parts) else torch.zeros(0, dtype=torch.long)
-            context = nullcontext() if i == rounds - 1 else self.accelerator.no_sync(self.module)
-            with context:
-                self._micro_batch(batch, rows, loss, tally, temperature)
-        grad_norm = self._clip()
-        finite = bool(torch.isfinite(grad_norm))
-        if finite:
-            self.optimizer.step()
+        grad_norm, finite = self.descend(parts, lambda rows: self._micro_batch(batch, rows, loss, tally, temperature))
         terms = self._over_ranks(torch.stack([tally.terms[name] for name in denominators]), "sum")
         coefs = [tally.coefs.get(name, 0.0) for name in denominators]
         return StepResult(
@@ -112,6 +102,25 @@ class Updater:
             outputs=tally.outputs(),
             contributions=tally.contributions,
         )
+
+    def descend(self, parts: Sequence[Tensor], backward: Callable[[Tensor], None]) -> tuple[Tensor, bool]:
+        """One optimiser step from the gradients that `backward` adds for the rows of each part.
+
+        It is called with no rows where other ranks have more parts; gradients are exchanged in the last round. Returns
+        the gradient's norm before clipping, and whether it was finite: if not, no step was taken.
+        """
+        rounds = int(self._over_ranks(torch.tensor(float(len(parts))), "max"))
+        self.optimizer.zero_grad(set_to_none=True)
+        for i in range(rounds):
+            rows = parts[i] if i < len(parts) else torch.zeros(0, dtype=torch.long)
+            context = nullcontext() if i == rounds - 1 else self.accelerator.no_sync(self.module)
+            with context:
+                backward(rows)
+        grad_norm = self._clip()
+        finite = bool(torch.isfinite(grad_norm))
+        if finite:
+            self.optimizer.step()
+        return grad_norm, finite
 
     def _nothing(self, batch: Batch) -> StepResult:
         """No position trains on any rank: no step, so that an optimiser's momentum does not move the weights either."""

@@ -1,0 +1,38 @@
+"""Options of `rolecall rm`."""
+
+from dataclasses import dataclass, field
+
+from rolecall.config.parts import ChatOptions, EvalOptions, OptimOptions, PolicyOptions, SaveOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMOptions:
+    """A reward model from preferences."""
+
+    model: str = "tiny"
+    """What it starts as: a language model, which gets a fresh head (`tiny`, a model directory, a .gguf file, a hub id),
+    or the directory of a reward model, which trains on."""
+    policy: PolicyOptions = field(default_factory=PolicyOptions)
+    rows: str = "addition"
+    """Preferences: rows with chosen and rejected, with or without a prompt; or a built-in task. A column `margin` says
+    by how much chosen should win."""
+    chat: ChatOptions = field(default_factory=ChatOptions)
+    steps: int = 100
+    """Optimiser steps."""
+    batch: int = 32
+    """Pairs per step."""
+    max_length: int = 1024
+    """Pairs with a longer side (prompt and answer, in tokens) are left out, and counted; nothing is cut."""
+    optim: OptimOptions = field(default_factory=lambda: OptimOptions(lr=2e-5, warmup_steps=10, schedule="cosine"))
+    eval: EvalOptions = field(default_factory=EvalOptions)
+    save: SaveOptions = field(default_factory=SaveOptions)
+    seed: int = 0
+    """Seeds the data order, and the pairs of a built-in task."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch < 1 or self.max_length < 1:
+            raise ValueError(
+                f"steps, batch and max_length must be at least 1, got {self.steps}, {self.batch}, {self.max_length}"
+            )
+        if self.policy.lora_rank is not None:
+            raise ValueError("a reward model trains all its weights: leave out policy.lora_rank")

@@ -1,0 +1,29 @@
+"""Rows of unequal length as rectangles that fit into memory."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def right_padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """([rows, longest] ids with zeros behind the shorter rows, [rows] lengths)."""
+    lengths = torch.tensor([len(row) for row in rows])
+    ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.tensor(row)
+    return ids, lengths
+
+
+def micro_batches(lengths: Tensor, *, token_budget: int) -> list[Tensor]:
+    """Row indices cut into micro-batches of at most `token_budget` tokens after padding, rows of like length together.
+
+    Longest first, so that what does not fit fails at once. A row longer than the budget is a micro-batch of its own.
+    """
+    order = lengths.argsort(descending=True, stable=True)
+    parts: list[Tensor] = []
+    while len(order):
+        count = max(1, min(len(order), token_budget // max(1, int(lengths[order[0]]))))
+        parts.append(order[:count])
+        order = order[count:]
+    return parts
