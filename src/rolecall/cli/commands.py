@@ -29,6 +29,12 @@ COMMANDS = (
         run="rolecall.cli.train:sft",
     ),
     Command(
+        name="rm",
+        about="a reward model from preferences",
+        options="rolecall.config.rm:RMOptions",
+        run="rolecall.cli.train:rm",
+    ),
+    Command(
         name="rl",
         about="reinforcement learning from a reward",
         options="rolecall.config.rl:RLOptions",

@@ -17,6 +17,13 @@ def sft(options: Any) -> int:
     return _finish(run(options, progress=display(quiet=options.quiet)), "sft", quiet=options.quiet)
 
 
+def rm(options: Any) -> int:
+    """Run `rolecall rm`."""
+    from rolecall.jobs.rm import run
+
+    return _finish(run(options, progress=display(quiet=options.quiet)), "rm", quiet=options.quiet)
+
+
 def rl(options: Any) -> int:
     """Run `rolecall rl`."""
     from rolecall.jobs.rl import run
@@ -27,7 +34,7 @@ def rl(options: Any) -> int:
 def display(*, quiet: bool) -> Progress:
     """Bars on a terminal, plain lines elsewhere, nothing if quiet; warnings are shown either way."""
     logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s", stream=sys.stderr)
-    for noisy in ("accelerate", "transformers", "httpx", "torch"):
+    for noisy in ("accelerate", "transformers", "huggingface_hub", "httpx", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if quiet:
         return Quiet()

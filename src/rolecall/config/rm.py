@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from rolecall.config.parts import ChatOptions, EvalOptions, OptimOptions, PolicyOptions, SaveOptions
+from rolecall.config.parts import ChatOptions, EvalOptions, OptimOptions, PolicyOptions, RunOptions, SaveOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class RMOptions:
+class RMOptions(RunOptions):
     """A reward model from preferences."""
 
     model: str = "tiny"
@@ -30,6 +30,7 @@ class RMOptions:
     """Seeds the data order, and the pairs of a built-in task."""
 
     def __post_init__(self) -> None:
+        RunOptions.__post_init__(self)
         if self.steps < 1 or self.batch < 1 or self.max_length < 1:
             raise ValueError(
                 f"steps, batch and max_length must be at least 1, got {self.steps}, {self.batch}, {self.max_length}"

@@ -55,7 +55,8 @@ def open_reward(
         from rolecall.jobs.running import model_directory
         from rolecall.rewards.model import RewardModelReward
 
-        return RewardModelReward(model_directory(chosen[0]))
+        weight = 1.0 if weights is None else weights[0]
+        return RewardModelReward.load(model_directory(chosen[0]), weight=weight)
     return stack.enter_context(RewardPool(list(chosen), weights=weights, deadline_s=deadline_s))
 
 

@@ -13,7 +13,7 @@ from rolecall.config.resume import saved_settings
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
 from rolecall.jobs.data import open_reward, prompt_rows
-from rolecall.jobs.running import Built, Run, execute, model_directory
+from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, model_directory
 from rolecall.policy.heads import Critic, RewardModel, ScalarHead
 from rolecall.policy.load import LoadedModel, load
 from rolecall.policy.lora import add_adapter
@@ -22,7 +22,6 @@ from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.rl import RLLearner
 from rolecall.rollout.engine import Engine
 from rolecall.rollout.open import open_engine
-from rolecall.train.loop import LoopOptions
 from rolecall.train.optim import make_optimizer
 from rolecall.train.progress import Progress
 from rolecall.train.reference import Reference
@@ -140,20 +139,13 @@ def _build(
             seed=options.seed,
             reference=reference,
         )
-    return Built(
-        learner=learner,
+    return build_policy(
+        learner,
+        loop_options(options, main="reward"),
         policy=policy,
         module=module,
         optimizer=optimizer,
         evaluate=evaluate,
-        loop=LoopOptions(
-            steps=options.steps,
-            save_every=options.save.every,
-            keep=options.save.keep,
-            eval_every=options.eval.every,
-            main="reward",
-            stop_at=options.eval.stop_at,
-        ),
     )
 
 

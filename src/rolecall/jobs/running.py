@@ -43,15 +43,37 @@ class Built:
     """A job's parts, ready to run."""
 
     learner: Learner
-    policy: LoadedModel
-    module: PolicyModel
-    optimizer: torch.optim.Optimizer
     loop: LoopOptions
+    write: Callable[[Path, dict[str, Any]], None]
+    """Puts all state, and the given extra, into a checkpoint's directory."""
+    read: Callable[[Path], dict[str, Any]]
+    """Puts it back from there, the learner's included, and returns the extra."""
+    save_model: Callable[[Path], None]
+    """Writes the final model."""
     evaluate: Callable[[int], dict[str, float]] | None = None
-    save_model: Callable[[Path], None] | None = None
-    """Writes the final model; the policy in Hugging Face layout if not given."""
+    """Numbers on held-out rows."""
     watch_run: Callable[[RunDir], None] = lambda run: None
     """Told the run directory before the first step."""
+
+
+def build_policy(
+    learner: Learner, loop: LoopOptions, *, policy: LoadedModel, module: PolicyModel, optimizer: Any, **more: Any
+) -> Built:
+    """The parts of a job that trains a policy."""
+
+    def write(directory: Path, extra: dict[str, Any]) -> None:
+        state = learner.state_dict()
+        write_checkpoint(directory, policy=policy, module=module, optimizer=optimizer, learner=state, extra=extra)
+
+    def read(directory: Path) -> dict[str, Any]:
+        state, extra = read_checkpoint(directory, policy=policy, module=module, optimizer=optimizer)
+        learner.load_state_dict(state)
+        return extra
+
+    def save_model(directory: Path) -> None:
+        (export if has_adapter(policy) else save)(policy, directory)
+
+    return Built(learner=learner, loop=loop, write=write, read=read, save_model=save_model, **more)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,22 +121,12 @@ def execute(command: str, options: Any, build: Build, *, progress: Progress | No
         if run is not None:
             built.watch_run(run)
 
-        def write(directory: Path, extra: dict[str, Any]) -> None:
-            write_checkpoint(
-                directory,
-                policy=built.policy,
-                module=built.module,
-                optimizer=built.optimizer,
-                learner=built.learner.state_dict(),
-                extra=extra,
-            )
-
         loop = Loop(
             built.learner,
             built.loop,
             run=run,
             config=config,
-            write=write,
+            write=built.write,
             evaluate=built.evaluate,
             progress=progress,
             timer=timer,
@@ -130,6 +142,18 @@ def execute(command: str, options: Any, build: Build, *, progress: Progress | No
         accelerator.end_training()
         lines = read_lines(run.metrics.path) if run is not None else []
         return Run(path=path, outcome=outcome, metrics=list(lines))
+
+
+def loop_options(options: Any, *, main: str) -> LoopOptions:
+    """When the loop does what; `main` is the evaluation's number to maximise."""
+    return LoopOptions(
+        steps=options.steps,
+        save_every=options.save.every,
+        keep=options.save.keep,
+        eval_every=options.eval.every,
+        main=main,
+        stop_at=options.eval.stop_at,
+    )
 
 
 def configuration(options: Any) -> dict[str, Any]:
@@ -179,8 +203,7 @@ def _resume(path: Path, run: RunDir | None, built: Built, loop: Loop, config: Ma
     ]
     for name, old, new in changed:
         _log.warning("resuming with %s changed from %s to %s: not bit-exact with the run before", name, old, new)
-    state, extra = read_checkpoint(found.path, policy=built.policy, module=built.module, optimizer=built.optimizer)
-    built.learner.load_state_dict(state)
+    extra = built.read(found.path)
     loop.load_state_dict(extra["loop"])
     if run is not None:
         run.cut_after(found.step)
@@ -210,10 +233,7 @@ def _describe(run: RunDir, command: str, config: Mapping[str, Any], *, resumed_a
 def _write_model(run: RunDir, built: Built) -> None:
     """The final model, written aside and then renamed."""
     aside = run.path / f"model.tmp-{uuid.uuid4().hex[:8]}"
-    if built.save_model is not None:
-        built.save_model(aside)
-    else:
-        (export if has_adapter(built.policy) else save)(built.policy, aside)
+    built.save_model(aside)
     shutil.rmtree(run.model, ignore_errors=True)
     aside.replace(run.model)
 

@@ -13,12 +13,11 @@ from rolecall.config.resume import saved_settings
 from rolecall.config.sft import SFTOptions
 from rolecall.jobs.data import demonstrated, open_reward, prompt_rows, rendered_rows
 from rolecall.jobs.rl import open_policy, sampler
-from rolecall.jobs.running import Built, Run, execute
+from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.rl import engine_weights
 from rolecall.recipes.sft import SFTLearner
-from rolecall.train.loop import LoopOptions
 from rolecall.train.optim import make_optimizer
 from rolecall.train.progress import Progress
 from rolecall.train.step import Updater
@@ -73,20 +72,13 @@ def _build(
         token_budget=options.optim.token_budget,
         max_grad_norm=options.optim.max_grad_norm,
     )
-    return Built(
-        learner=SFTLearner(options, updater=updater, demonstrations=trajectories),
+    return build_policy(
+        SFTLearner(options, updater=updater, demonstrations=trajectories),
+        loop_options(options, main="reward"),
         policy=policy,
         module=module,
         optimizer=optimizer,
         evaluate=_evaluator(options, policy, source, stack),
-        loop=LoopOptions(
-            steps=options.steps,
-            save_every=options.save.every,
-            keep=options.save.keep,
-            eval_every=options.eval.every,
-            main="reward",
-            stop_at=options.eval.stop_at,
-        ),
     )
 
 

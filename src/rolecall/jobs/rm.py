@@ -1,0 +1,97 @@
+"""`rolecall rm`: train a reward model on preferences."""
+
+import logging
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from rolecall.config.merge import resolve
+from rolecall.config.resume import saved_settings
+from rolecall.config.rm import RMOptions
+from rolecall.jobs.running import Built, Run, execute, loop_options, model_directory
+from rolecall.recipes.reward_model import (
+    RewardModelLearner,
+    centre,
+    evaluate_reward_model,
+    make_pairs,
+    preferences,
+    read_checkpoint,
+    save_reward_model,
+    settings_of,
+    start_model,
+    write_checkpoint,
+)
+from rolecall.train.optim import make_optimizer
+from rolecall.train.progress import Progress
+from rolecall.train.step import Updater
+from rolecall.train.timing import Timer
+
+_log = logging.getLogger("rolecall")
+
+
+def rm(*, progress: Progress | None = None, **settings: Any) -> Run:
+    """Train a reward model: `rm(model="runs/sft-1", rows="preferences.jsonl", steps=200)`.
+
+    Settings are those of `rolecall rm`, nested or dotted.
+    """
+    saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
+    return run(resolve(RMOptions, [("config.json", saved), ("the call", settings)]).options, progress=progress)
+
+
+def run(options: RMOptions, *, progress: Progress | None = None) -> Run:
+    """Run from options."""
+    return execute("rm", options, _build, progress=progress)
+
+
+def _build(options: RMOptions, accelerator: Accelerator, timer: Timer, stack: ExitStack) -> Built:
+    options = replace(options, model=model_directory(options.model))
+    budget = options.optim.token_budget
+    model = start_model(options)
+    train, held_out = preferences(options)
+    pairs = make_pairs(model, train, chat=options.chat, max_length=options.max_length)
+    if pairs.too_long or pairs.same:
+        _log.warning("%s", pairs.in_words())
+    held = None
+    if held_out is not None:
+        held = make_pairs(
+            model, held_out, chat=options.chat, max_length=options.max_length, limit=options.eval.rows
+        ).pairs
+    optimizer = make_optimizer(model, options.optim)
+    module, optimizer = accelerator.prepare(model, optimizer)
+    updater = Updater(accelerator, module, optimizer, token_budget=budget, max_grad_norm=options.optim.max_grad_norm)
+    learner = RewardModelLearner(options, updater=updater, pairs=pairs.pairs)
+
+    def write(directory: Path, extra: dict[str, Any]) -> None:
+        write_checkpoint(
+            directory,
+            model=model,
+            settings=settings_of(options.chat),
+            optimizer=optimizer,
+            learner=learner.state_dict(),
+            extra=extra,
+        )
+
+    def read(directory: Path) -> dict[str, Any]:
+        state, extra = read_checkpoint(directory, model=model, optimizer=optimizer)
+        learner.load_state_dict(state)
+        return extra
+
+    def save_model(directory: Path) -> None:
+        offset = centre(model, pairs.pairs, token_budget=budget)
+        save_reward_model(model, directory, settings_of(options.chat, offset=offset))
+
+    def evaluate(step: int) -> dict[str, float]:
+        assert held is not None
+        return evaluate_reward_model(model, held, token_budget=budget)
+
+    return Built(
+        learner=learner,
+        loop=loop_options(options, main="accuracy"),
+        write=write,
+        read=read,
+        save_model=save_model,
+        evaluate=evaluate if held else None,
+    )
