@@ -1,7 +1,8 @@
 """Engines against the trainer, against transformers, and against themselves in other batches.
 
-Bands are of |behaviour log-prob - trainer's log-prob| on random models with large weights, 24 tokens an answer:
-measured at most 2.3e-5 in fp32; in bf16 a mean of at most 0.033 (native) and 0.018 (hf), at most 0.30 for one token.
+Bands are of |behaviour log-prob - trainer's log-prob|. Measured on random models with large weights: at most 2.3e-5 in
+fp32; in bf16 a mean of at most 0.022 (native) and 0.013 (hf), at most 0.17 for one token. On SmolLM2-135M: at most 4.2e-5
+in fp32; in bf16 means of 0.043 (native) and 0.048 (hf), at most 0.30.
 """
 
 import numpy as np
@@ -29,6 +30,7 @@ from smollm2 import smollm2_path
 
 FP32_BAND = 1e-4
 BF16_MEAN_BAND, BF16_BAND = 0.05, 0.6
+REAL_BF16_MEAN_BAND = 0.08
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +296,7 @@ def test_a_real_chat_model(dtype):
         ]
         found = gaps(loaded.model, requests, made.generate(requests))
         if dtype == "float32":
-            assert float(found.max()) < FP32_BAND * 2
+            assert float(found.max()) < FP32_BAND
             greedy = [
                 Request(prompt_ids=p, sampling=Sampling(max_new_tokens=32, temperature=0, stop_ids=())) for p in prompts
             ]
@@ -303,7 +305,7 @@ def test_a_real_chat_model(dtype):
                     loaded.model, request.prompt_ids, 32
                 )
         else:
-            assert float(found.mean()) < BF16_MEAN_BAND
+            assert float(found.mean()) < REAL_BF16_MEAN_BAND
             assert float(found.max()) < BF16_BAND
 
 

@@ -269,10 +269,12 @@ class _HeadGradients:
 
 def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(log-prob of the targets, entropy, logsumexp) of a chunk of logits."""
-    lse = logits.logsumexp(-1)
+    top = logits.amax(-1)
+    weights = (logits - top[:, None]).exp_()  # one exponential serves the sum and the mean
+    total = weights.sum(-1)
+    lse = top + total.log()
     chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
-    probs = (logits - lse[:, None]).exp_()
-    return chosen - lse, lse - probs.mul_(logits).sum(-1), lse
+    return chosen - lse, lse - weights.mul_(logits).sum(-1) / total, lse
 
 
 def _logit_gradient(
