@@ -226,10 +226,11 @@ class RLLearner:
     def _measure(self, steps: Sequence[MiniStep]) -> None:
         o = self.options.algorithm
         measure_update(self._meter, steps, clip_low=o.clip_low, clip_high=o.clip_high)
-        self._terms = tuple(steps[0].result.terms)
+        # A mini-batch in which nothing trains has no terms.
+        self._terms = tuple(dict.fromkeys(name for s in steps for name in s.result.terms))
         found = self._meter.result(self.updater.all_sum, self.updater.all_max)
         for name in self._terms:
-            found[f"loss/{name}"] = sum(s.result.terms[name] for s in steps) / len(steps)
+            found[f"loss/{name}"] = sum(s.result.terms.get(name, 0.0) for s in steps) / len(steps)
         found["loss"] = found["loss/total"] = sum(s.result.loss for s in steps) / len(steps)
         found["grad_norm"] = found["loss/grad_norm"] = sum(s.result.grad_norm for s in steps) / len(steps)
         found["skipped"] = float(sum(s.result.skipped for s in steps))
