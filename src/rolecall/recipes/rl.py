@@ -77,7 +77,8 @@ class RLLearner:
 
     def collect(self, step: int) -> Rollout:
         """Sample answers to the next prompts, score them, and make them a batch that is ready to train."""
-        rows = [self.rows[i] for i in self._mine(self.order.take(self.options.prompts))]
+        chosen = self._mine(self.order.take(self.options.prompts))
+        rows = [self.rows[i] for i in chosen]
         requests = [self._request(step, i, row) for i, row in enumerate(rows)]
         with self.timer.phase("generate"):
             completions = self.engine.generate(requests)
@@ -109,6 +110,9 @@ class RLLearner:
             scored=scored,
             batch=batch,
             kl=kl,
+            kl_coef=self.kl.coef,
+            rows=[chosen[c.prompt] for c in completions],
+            seed=requests[0].seed,
             algorithm=algorithm,
         )
         self._meter = Meter()
@@ -202,6 +206,7 @@ class RLLearner:
         self._measure(steps)
         for watch in self.watches:
             watch.updated(rollout, steps)
+            self._metrics |= getattr(watch, "metrics", dict)()
         return steps
 
     def _minibatches(self, n: int, step: int, epoch: int) -> Sequence[Tensor]:
