@@ -24,7 +24,7 @@ from rolecall.experience import parquet
 from rolecall.experience.parquet import Format, StoreError, read_table, write_table
 from rolecall.experience.store import ROLLOUTS, RolloutDetails, read_rollouts, write_rollouts
 from rolecall.experience.updates import UPDATES, UpdateRow, loss_terms, read_updates, update_rows, write_updates
-from rolecall.files import TMP_MARK, write_atomically
+from rolecall.files import TMP_MARK, DiskError, write_atomically
 from rolecall.types import Batch, Finish, Sampling, Trajectory
 
 DOCS = Path(__file__).parents[2] / "docs" / "files.md"
@@ -411,7 +411,7 @@ def test_a_write_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(parquet.pq, "write_table", half)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(DiskError, match="No space left"):
         write_two(tmp_path / "rollouts.parquet")
     assert list(tmp_path.iterdir()) == []
 

@@ -75,7 +75,8 @@ class UpdateRow:
     ratio: Tensor | None = None
     """How much more likely each token is than it was under the policy it is compared with."""
     contributions: Mapping[str, Tensor] = field(default_factory=dict)
-    """Each position's share of each loss term, float64: over a mini-batch they add up to the term as it is logged."""
+    """Each position's share of each loss term, float64, times the term's coefficient: over a mini-batch all of them add up
+    to its loss."""
 
     def __post_init__(self) -> None:
         for name in _POSITIONS:
@@ -154,7 +155,7 @@ def read_updates(path: Path) -> list[UpdateRow]:
 
 
 def loss_terms(rows: Iterable[UpdateRow]) -> dict[tuple[int, int], dict[str, float]]:
-    """Each loss term by (epoch, mini-batch), as the sum of its contributions."""
+    """Each loss term times its coefficient by (epoch, mini-batch), as the sum of its contributions."""
     shares: dict[tuple[int, int], dict[str, list[Tensor]]] = {}
     for row in rows:
         for term, share in row.contributions.items():

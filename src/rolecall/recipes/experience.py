@@ -26,6 +26,12 @@ class Rollout:
     batch: Batch
     kl: Tensor | None
     """[batch, time] KL to the reference at eligible positions, if there is a reference."""
+    kl_coef: float
+    """The KL controller's coefficient when the rewards were made."""
+    rows: Sequence[int]
+    """The row of the data that each trajectory answers."""
+    seed: int
+    """What the answers were sampled with, together with step, prompt and sample."""
     algorithm: Algorithm
 
 
@@ -41,7 +47,10 @@ class MiniStep:
 
 
 class Watch(Protocol):
-    """Looks at every stage of a step: metrics, tripwires and records are watches."""
+    """Looks at every stage of a step: tripwires and records are watches.
+
+    If it also has `metrics() -> dict[str, float]`, called after `updated`, those numbers are logged with the step.
+    """
 
     def rolled_out(self, rollout: Rollout) -> None:
         """Called when a rollout is ready, before it is trained on."""

@@ -78,7 +78,8 @@ class RLLearner:
 
     def collect(self, step: int) -> Rollout:
         """Sample answers to the next prompts, score them, and make them a batch that is ready to train."""
-        rows = [self.rows[i] for i in self._mine(self.order.take(self.options.prompts))]
+        chosen = self._mine(self.order.take(self.options.prompts))
+        rows = [self.rows[i] for i in chosen]
         seed = self.options.seed + self.updater.accelerator.process_index * 2**32
         requests = [
             prompt_request(
@@ -123,6 +124,9 @@ class RLLearner:
             scored=scored,
             batch=batch,
             kl=kl,
+            kl_coef=self.kl.coef,
+            rows=[chosen[c.prompt] for c in completions],
+            seed=requests[0].seed,
             algorithm=algorithm,
         )
         self._meter = Meter()
@@ -216,6 +220,7 @@ class RLLearner:
         self._measure(steps)
         for watch in self.watches:
             watch.updated(rollout, steps)
+            self._metrics |= getattr(watch, "metrics", dict)()
         return steps
 
     def _minibatches(self, n: int, step: int, epoch: int) -> Sequence[Tensor]:
@@ -240,10 +245,11 @@ class RLLearner:
     def _measure(self, steps: Sequence[MiniStep]) -> None:
         o = self.options.algorithm
         measure_update(self._meter, steps, clip_low=o.clip_low, clip_high=o.clip_high)
-        self._terms = tuple(steps[0].result.terms)
+        # A mini-batch in which nothing trains has no terms.
+        self._terms = tuple(dict.fromkeys(name for s in steps for name in s.result.terms))
         found = self._meter.result(self.updater.all_sum, self.updater.all_max)
         for name in self._terms:
-            found[f"loss/{name}"] = sum(s.result.terms[name] for s in steps) / len(steps)
+            found[f"loss/{name}"] = sum(s.result.terms.get(name, 0.0) for s in steps) / len(steps)
         found["loss"] = found["loss/total"] = sum(s.result.loss for s in steps) / len(steps)
         found["grad_norm"] = found["loss/grad_norm"] = sum(s.result.grad_norm for s in steps) / len(steps)
         found["skipped"] = float(sum(s.result.skipped for s in steps))

@@ -1,0 +1,141 @@
+"""The record of a run: `rollouts/` and `updates/`, a file each per step, the newest and every 50th kept."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rolecall.config.rl import RLOptions
+from rolecall.experience.store import RolloutDetails, write_rollouts
+from rolecall.experience.updates import UpdateRow, update_rows, write_updates
+from rolecall.files import DiskError, plain
+from rolecall.maths.losses import ratio
+from rolecall.maths.roles import TrainRule
+from rolecall.recipes.experience import MiniStep, Rollout
+from rolecall.train.rundir import RunDir
+from rolecall.train.step import trained
+
+KEPT_EVERY = 50
+"""Steps whose files stay for good."""
+
+_log = logging.getLogger(__name__)
+
+
+class Records:
+    """The watch that writes. One per run, on the rank that holds the run's directory; it records that rank's answers.
+
+    A file that finds no room is counted and said, and training goes on.
+    """
+
+    def __init__(self, run: RunDir, options: RLOptions, *, model: Callable[[], str], tokenizer: str) -> None:
+        """`model()` is the fingerprint of the weights at this moment, such as `engine.hash`; `tokenizer` is one too."""
+        self.run, self.options, self.model, self.tokenizer = run, options, model, tokenizer
+        self.rule = TrainRule(stop=options.algorithm.train_stop)
+        self._lost = 0
+
+    def rolled_out(self, rollout: Rollout) -> None:
+        """Write what was sampled and what was computed from it."""
+        self._write(self.run.rollouts, rollout.step + 1, self.options.save.rollouts, self._rollouts, rollout)
+
+    def updated(self, rollout: Rollout, steps: Sequence[MiniStep]) -> None:
+        """Write what every optimiser step did with every token."""
+        self._write(self.run.updates, rollout.step + 1, self.options.save.updates, self._updates, rollout, steps)
+
+    def metrics(self) -> dict[str, float]:
+        """`records_lost`: files that found no room so far."""
+        return {"records_lost": float(self._lost)}
+
+    def _write(self, folder: Path, step: int, last: int, write: Callable[..., None], *what: Any) -> None:
+        """Write a step's file if it will stay, then remove those whose time is over."""
+        if not last and step % KEPT_EVERY:
+            return
+        path = folder / f"step-{step:06d}.parquet"
+        try:
+            write(path, *what)
+        except DiskError as error:
+            self._lost += 1
+            _log.warning("the record of step %d was not written, the run goes on: %s", step, error)
+            return
+        if last:
+            try:
+                self.run.thin(folder, last=last, every=KEPT_EVERY)
+            except OSError as error:
+                _log.warning("old records in %s could not be removed, the run goes on: %s", folder, error)
+
+    def _rollouts(self, path: Path, rollout: Rollout) -> None:
+        details = [
+            RolloutDetails(
+                prompt_text=prompt,
+                answer_text=answer,
+                seed=rollout.seed,
+                sampling=self.options.sampling,
+                prompt=row,
+                sample=trajectory.episode,
+                reward_failure=scored.failure,
+                extras=_as_json(scored.extras),
+            )
+            for prompt, answer, row, trajectory, scored in zip(
+                rollout.prompts, rollout.answers, rollout.rows, rollout.trajectories, rollout.scored, strict=True
+            )
+        ]
+        batch = rollout.batch
+        eligible = self.rule.eligible(batch.roles)
+        # Scoring leaves 0 where it was not asked; on disk that is null.
+        batch = replace(
+            batch,
+            old_logprobs=_only(eligible, batch.old_logprobs),
+            ref_logprobs=_only(eligible, batch.ref_logprobs),
+            values=_only(eligible, batch.values),
+        )
+        write_rollouts(
+            path,
+            rollout.trajectories,
+            batch,
+            step=rollout.step + 1,
+            details=details,
+            model=self.model(),
+            tokenizer=self.tokenizer,
+        )
+
+    def _updates(self, path: Path, rollout: Rollout, steps: Sequence[MiniStep]) -> None:
+        rows: list[UpdateRow] = []
+        for mini in steps:
+            batch, logprobs = mini.batch, mini.result.outputs.logprobs
+            assert batch.verdicts is not None
+            mask = trained(batch)
+            old = logprobs if batch.old_logprobs is None else batch.old_logprobs
+            chosen = mini.rows.tolist()
+            rows += update_rows(
+                [rollout.step + 1] * len(chosen),
+                chosen,
+                [len(rollout.trajectories[i].ids) for i in chosen],
+                step=rollout.step + 1,
+                epoch=mini.epoch,
+                minibatch=mini.minibatch,
+                verdicts=batch.verdicts,
+                contributions=mini.result.contributions,
+                logprobs=_only(mask, logprobs),
+                ratio=_only(mask, ratio(logprobs, old, mask)),
+                weights=batch.weights,
+            )
+        write_updates(path, rows)
+
+
+def _only(mask: Tensor, tensor: Tensor | None) -> Tensor | None:
+    """NaN where it was not computed."""
+    return None if tensor is None else torch.where(mask, tensor, torch.nan)
+
+
+def _as_json(extras: Mapping[str, Any]) -> dict[str, Any]:
+    """What a reward said beside its score; what JSON cannot hold is spelt out."""
+    held: dict[str, Any] = {}
+    for name, value in extras.items():
+        try:
+            held[str(name)] = plain(value)
+        except TypeError:
+            held[str(name)] = repr(value)
+    return held
