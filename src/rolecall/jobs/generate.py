@@ -4,20 +4,19 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import nan
 from pathlib import Path
 from typing import Any
 
 from rolecall.config.generate import GenerateOptions
 from rolecall.config.merge import make
 from rolecall.errors import UserError
-from rolecall.maths.roles import Role
 from rolecall.policy.load import LoadedModel, load
+from rolecall.policy.render import render
 from rolecall.policy.token_text import token_texts
-from rolecall.rollout.engine import Engine, check_requests
-from rolecall.rollout.hf import HFEngine
-from rolecall.rollout.llama import unsupported
+from rolecall.recipes.sampling import trajectory_of
+from rolecall.rollout.engine import check_requests
 from rolecall.rollout.native import NativeEngine
+from rolecall.rollout.open import open_engine
 from rolecall.types import Completion, Finish, Request, Trajectory
 
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -98,7 +97,7 @@ def run(options: GenerateOptions) -> Generated:
         ]
         rows = loaded.model.get_output_embeddings().weight.shape[0]
         check_requests(requests, context_length=loaded.context_length, vocabulary=rows)
-        name, engine = open_engine(loaded, options.engine)
+        engine = open_engine(loaded, name=options.engine)
     except UserError:
         raise
     except ValueError as error:
@@ -107,15 +106,7 @@ def run(options: GenerateOptions) -> Generated:
     completions = engine.generate(requests)
     seconds = time.perf_counter() - start
     answers = tuple(_answer(loaded, prompts[c.prompt], requests[c.prompt], c) for c in completions)
-    return Generated(answers=answers, seconds=seconds, engine=name)
-
-
-def open_engine(loaded: LoadedModel, name: str) -> tuple[str, Engine]:
-    """The engine of that name, or the quickest that can run the model, and its name."""
-    if name == "auto":
-        name = "native" if unsupported(loaded.model.config) is None else "hf"
-    engine = {"native": NativeEngine, "hf": HFEngine}[name]
-    return name, engine(loaded.model, loaded.tokenizer, stop_ids=loaded.stop_ids, context_length=loaded.context_length)
+    return Generated(answers=answers, seconds=seconds, engine="native" if isinstance(engine, NativeEngine) else "hf")
 
 
 def prompt_ids(loaded: LoadedModel, prompt: Prompt, options: GenerateOptions) -> tuple[int, ...]:
@@ -133,41 +124,26 @@ def prompt_ids(loaded: LoadedModel, prompt: Prompt, options: GenerateOptions) ->
         raise UserError("a prompt holds a character that is not valid Unicode; check how it is encoded") from error
     if not chat:
         return tuple(loaded.tokenizer(prompt, **_QUIET)["input_ids"])
-    return _chat_ids(loaded.tokenizer, prompt, options)
+    return _chat_ids(loaded, prompt, options)
 
 
-def _chat_ids(tokenizer: Any, prompt: Prompt, options: GenerateOptions) -> tuple[int, ...]:
-    system = [] if options.system is None else [{"role": "system", "content": options.system}]
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+def _chat_ids(loaded: LoadedModel, prompt: Prompt, options: GenerateOptions) -> tuple[int, ...]:
     try:
-        ids = tokenizer.apply_chat_template(
-            [*system, *asked],
+        return render(
+            loaded.tokenizer,
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
+            system_prompt=options.system,
+            chat_template_kwargs=options.chat_template_kwargs or None,
             add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            tokenizer_kwargs=_QUIET,
-            **options.chat_template_kwargs,
-        )
+            stop_ids=loaded.stop_ids,
+        ).ids
     except Exception as error:  # a template is a program of the model's and raises what it likes
         raise UserError(f"the model's chat template refuses the prompt: {' '.join(str(error).split())}") from error
-    return tuple(ids)
 
 
 def _answer(loaded: LoadedModel, prompt: Prompt, request: Request, completion: Completion) -> Answer:
-    given, ids = request.prompt_ids, completion.ids
-    stopped = completion.finish is Finish.STOP
-    roles = [Role.PROMPT] * len(given) + [Role.CONTENT] * (len(ids) - stopped) + [Role.STOP] * stopped
-    trajectory = Trajectory(
-        ids=(*given, *ids),
-        roles=tuple(int(role) for role in roles),
-        behaviour_logprobs=(*(nan for _ in given), *completion.behaviour_logprobs),
-        episode=completion.sample,
-        group=completion.prompt,
-        turns=((len(given), len(given) + len(ids)),),
-        finish=completion.finish,
-        policy_version=completion.policy_version,
-    )
-    content = ids[:-1] if stopped else ids
+    trajectory = trajectory_of(request, completion, group=completion.prompt)
+    content = completion.ids[:-1] if completion.finish is Finish.STOP else completion.ids
     return Answer(
         prompt=prompt,
         text=loaded.tokenizer.decode(content, skip_special_tokens=False, clean_up_tokenization_spaces=False),

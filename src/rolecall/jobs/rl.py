@@ -1,5 +1,6 @@
 """`rolecall rl`: train a language model with reinforcement learning."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -19,12 +20,15 @@ from rolecall.policy.load import LoadedModel, load
 from rolecall.policy.lora import add_adapter
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.evaluate import Evaluator
+from rolecall.recipes.guard import Guard
+from rolecall.recipes.records import Records
 from rolecall.recipes.rl import RLLearner
-from rolecall.rollout.engine import Engine
+from rolecall.rollout.engine import Engine, warn_if_support_is_cut
 from rolecall.rollout.open import open_engine
 from rolecall.train.optim import make_optimizer
 from rolecall.train.progress import Progress
 from rolecall.train.reference import Reference
+from rolecall.train.rundir import RunDir
 from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
 
@@ -113,6 +117,10 @@ def _build(
         max_grad_norm=options.optim.max_grad_norm,
     )
     engine = sampler(policy, options)
+    guard = Guard(
+        options, policy=policy, updater=updater, engine=engine, engine_dtype=_dtype(options) or policy.model.dtype
+    )
+    warn_if_support_is_cut(options.sampling)
     learner = RLLearner(
         options,
         policy=policy,
@@ -122,10 +130,15 @@ def _build(
         reward=reward,
         rows=train,
         reference=reference,
+        watches=[guard],
         timer=timer,
         advantage=advantage,
         loss=loss,
     )
+
+    def record(run: RunDir) -> None:
+        learner.watches.append(Records(run, options, model=engine.hash, tokenizer=fingerprint(policy)))
+
     evaluate = None
     if test is not None:
         evaluate = Evaluator(
@@ -146,6 +159,7 @@ def _build(
         module=module,
         optimizer=optimizer,
         evaluate=evaluate,
+        watch_run=record,
     )
 
 
@@ -174,5 +188,14 @@ def _module(policy: LoadedModel, options: RLOptions) -> PolicyModel:
 
 def sampler(policy: LoadedModel, options: Any) -> Engine:
     """The engine that the options ask for, with the policy's weights."""
-    dtype = None if options.engine.dtype is None else getattr(torch, options.engine.dtype)
-    return open_engine(policy, name=options.engine.name, dtype=dtype, max_rows=options.engine.max_rows)
+    return open_engine(policy, name=options.engine.name, dtype=_dtype(options), max_rows=options.engine.max_rows)
+
+
+def _dtype(options: Any) -> torch.dtype | None:
+    return None if options.engine.dtype is None else getattr(torch, options.engine.dtype)
+
+
+def fingerprint(policy: LoadedModel) -> str:
+    """Tells tokenizers apart: a hash of the vocabulary."""
+    vocabulary = sorted(policy.tokenizer.get_vocab().items())
+    return hashlib.sha256(repr(vocabulary).encode()).hexdigest()

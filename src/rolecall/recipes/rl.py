@@ -60,7 +60,7 @@ class RLLearner:
         """`advantage` and `loss` replace the algorithm's own: an algorithm of the user's."""
         self.options, self.policy, self.module, self.updater = options, policy, module, updater
         self.engine, self.reward, self.rows, self.reference = engine, reward, rows, reference
-        self.watches, self._own_advantage, self._own_loss = watches, advantage, loss
+        self.watches, self._own_advantage, self._own_loss = list(watches), advantage, loss
         self.timer = timer or Timer()
         o = options.algorithm
         self.rule = TrainRule(stop=o.train_stop)
