@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from rolecall.config.merge import to_dict
-from rolecall.config.parts import ChatOptions, EvalOptions, OptimOptions, PolicyOptions
+from rolecall.config.parts import ChatOptions, HeldOutOptions, OptimOptions, PolicyOptions
 from rolecall.config.rm import RMOptions
 from rolecall.maths.losses import bradley_terry
 from rolecall.policy.heads import Critic, RewardModel
@@ -82,7 +82,7 @@ def test_it_learns_to_rank_the_held_out_pairs_of_a_task():
         steps=36,
         batch=16,
         optim=OptimOptions(lr=3e-3, warmup_steps=2),
-        eval=EvalOptions(every=1, rows=100),
+        eval=HeldOutOptions(every=1, rows=100),
     )
     model = start_model(options)
     train, held_out = preferences(options)
@@ -393,11 +393,11 @@ def test_a_row_that_cannot_be_rendered_is_named():
 def test_rows_of_a_file_are_split_only_if_the_run_evaluates(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(f'{{"prompt": "{i}=", "chosen": "{i}", "rejected": "x"}}\n' for i in range(40)))
-    options = RMOptions(rows=str(path), eval=EvalOptions(every=5, held_out=0.25))
+    options = RMOptions(rows=str(path), eval=HeldOutOptions(every=5, held_out=0.25))
     train, held_out = preferences(options)
     assert len(train) + len(held_out) == 40
     assert len(held_out) > 0
-    everything, nothing = preferences(dataclasses.replace(options, eval=EvalOptions(every=0)))
+    everything, nothing = preferences(dataclasses.replace(options, eval=HeldOutOptions(every=0)))
     assert (len(everything), nothing) == (40, None)
 
 

@@ -44,7 +44,7 @@ COMMANDS = (
     Command(
         name="eval",
         about="how good a model is on held-out rows",
-        options="rolecall.config.eval:EvalJobOptions",
+        options="rolecall.config.eval:EvalOptions",
         run="rolecall.cli.eval:run",
     ),
     Command(

@@ -4,11 +4,11 @@ import json
 import sys
 
 from rolecall.cli.visible import visible_text
-from rolecall.config.eval import EvalJobOptions
+from rolecall.config.eval import EvalOptions
 from rolecall.jobs.eval import run as evaluate
 
 
-def run(options: EvalJobOptions) -> int:
+def run(options: EvalOptions) -> int:
     """Print the numbers, and answers if asked."""
     found = evaluate(options)
     for prompt, answer, score in list(zip(found.prompts, found.answers, found.scores, strict=True))[: options.show]:

@@ -7,7 +7,7 @@ from rolecall.config.sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalJobOptions:
+class EvalOptions:
     """How good a model is on held-out rows: accuracy, avg@k, pass@k, length, truncation, KL to another model."""
 
     model: str

@@ -97,7 +97,7 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions:
+class HeldOutOptions:
     """Evaluation on held-out rows."""
 
     every: int = 0

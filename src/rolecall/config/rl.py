@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from rolecall.config.parts import (
     ChatOptions,
     EngineOptions,
-    EvalOptions,
+    HeldOutOptions,
     OptimOptions,
     PolicyOptions,
     RunOptions,
@@ -192,7 +192,7 @@ class RLOptions(RunOptions):
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
-    eval: EvalOptions = field(default_factory=EvalOptions)
+    eval: HeldOutOptions = field(default_factory=HeldOutOptions)
     save: SaveOptions = field(default_factory=SaveOptions)
     seed: int = 0
     """Seeds everything: data order, sampling, new heads."""

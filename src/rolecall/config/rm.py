@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from rolecall.config.parts import ChatOptions, EvalOptions, OptimOptions, PolicyOptions, RunOptions, SaveOptions
+from rolecall.config.parts import ChatOptions, HeldOutOptions, OptimOptions, PolicyOptions, RunOptions, SaveOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class RMOptions(RunOptions):
     max_length: int = 1024
     """Pairs with a longer side (prompt and answer, in tokens) are left out, and counted; nothing is cut."""
     optim: OptimOptions = field(default_factory=lambda: OptimOptions(lr=2e-5, warmup_steps=10, schedule="cosine"))
-    eval: EvalOptions = field(default_factory=EvalOptions)
+    eval: HeldOutOptions = field(default_factory=HeldOutOptions)
     save: SaveOptions = field(default_factory=SaveOptions)
     seed: int = 0
     """Seeds the data order, and the pairs of a built-in task."""

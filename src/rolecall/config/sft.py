@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from rolecall.config.parts import (
     ChatOptions,
     EngineOptions,
-    EvalOptions,
+    HeldOutOptions,
     OptimOptions,
     PolicyOptions,
     RunOptions,
@@ -35,7 +35,7 @@ class SFTOptions(RunOptions):
     """Longest answer when evaluating."""
     optim: OptimOptions = field(default_factory=lambda: OptimOptions(lr=2e-5, warmup_steps=10, schedule="cosine"))
     engine: EngineOptions = field(default_factory=EngineOptions)
-    eval: EvalOptions = field(default_factory=EvalOptions)
+    eval: HeldOutOptions = field(default_factory=HeldOutOptions)
     save: SaveOptions = field(default_factory=SaveOptions)
     seed: int = 0
     """Seeds the data order."""

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rolecall.config.parts import ChatOptions, EvalOptions
+from rolecall.config.parts import ChatOptions, HeldOutOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.render import render, render_pair
@@ -23,7 +23,7 @@ _TRAIN_ROWS = 20_000
 """Rows drawn from a task that can make any number."""
 
 
-def prompt_rows(source: RowsSource, evaluation: EvalOptions, *, seed: int) -> tuple[Rows, Rows | None, str | None]:
+def prompt_rows(source: RowsSource, evaluation: HeldOutOptions, *, seed: int) -> tuple[Rows, Rows | None, str | None]:
     """(training rows, held-out rows if they will be used, the task's own reward)."""
     found: Any = ListRows(source) if not isinstance(source, str) else resolve(source)
     if hasattr(found, "gold"):

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from rolecall.config.eval import EvalJobOptions
+from rolecall.config.eval import EvalOptions
 from rolecall.config.merge import make
-from rolecall.config.parts import EvalOptions
+from rolecall.config.parts import HeldOutOptions
 from rolecall.jobs.data import open_reward, prompt_rows
 from rolecall.jobs.rl import sampler
 from rolecall.jobs.running import model_directory
@@ -26,14 +26,14 @@ def eval(  # the name of the command
         settings["rows"] = rows
     rewards = [] if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
     return run(
-        make(EvalJobOptions, settings),
+        make(EvalOptions, settings),
         rows=None if rows is None or isinstance(rows, str) else rows,
         rewards=rewards or None,
     )
 
 
 def run(
-    options: EvalJobOptions, *, rows: Sequence[Mapping[str, Any]] | None = None, rewards: Sequence[Any] | None = None
+    options: EvalOptions, *, rows: Sequence[Mapping[str, Any]] | None = None, rewards: Sequence[Any] | None = None
 ) -> Evaluation:
     """Run from options. All rows of a file are used; of a task, its test split."""
     source = rows or options.rows
@@ -41,7 +41,7 @@ def run(
         found: Any = resolve(source) if isinstance(source, str) else ListRows(source)
         task_reward = None
         if hasattr(found, "gold"):
-            _, found, task_reward = prompt_rows(source, EvalOptions(every=1, rows=options.n), seed=options.seed)
+            _, found, task_reward = prompt_rows(source, HeldOutOptions(every=1, rows=options.n), seed=options.seed)
         chosen = ListRows([found[i] for i in range(min(options.n, len(found)))])
         reward = open_reward(
             rewards or options.reward, task_reward, stack, weights=None, deadline_s=options.reward_deadline
