@@ -23,6 +23,12 @@ class Command:
 
 COMMANDS = (
     Command(
+        name="demo",
+        about="SFT, a reward model, PPO and GRPO on the built-in model, in minutes",
+        options="rolecall.config.demo:DemoOptions",
+        run="rolecall.cli.demo:run",
+    ),
+    Command(
         name="sft",
         about="supervised fine-tuning on demonstrations",
         options="rolecall.config.sft:SFTOptions",

@@ -92,7 +92,7 @@ class EngineOptions:
     """`native` for Llama-family models, `hf` for every other; `auto` chooses."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """The sampler's dtype; the model's if not given."""
-    max_rows: int = 64
+    max_rows: int = 256
     """Answers that grow at a time."""
 
 

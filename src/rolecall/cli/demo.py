@@ -1,0 +1,80 @@
+"""`rolecall demo` on the terminal: a table, answers before and after, and what to try next."""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rolecall.cli.train import display
+from rolecall.cli.visible import visible_text
+from rolecall.config.demo import DemoOptions
+from rolecall.jobs.demo import TASK, Demo, demo
+from rolecall.train.progress import duration
+
+_ABOUT = {
+    "sft": "imitate demonstrations",
+    "ppo": "PPO against the reward model",
+    "grpo": "GRPO against the exact verifier",
+}
+
+
+def run(options: DemoOptions) -> int:
+    """Run the demo and show what came out."""
+    made = demo(out=options.out, seed=options.seed, quiet=options.quiet, progress=display(quiet=options.quiet))
+    console = Console()
+    console.print()
+    console.print(_table(made))
+    console.print(_answers(made))
+    _next(console, made)
+    return 0
+
+
+def _table(made: Demo) -> Table:
+    table = Table(title=f"held-out {TASK} problems, greedy answers", title_justify="left")
+    for column in ("run", "what it does", "right", "gain", "cut off", "time"):
+        table.add_column(column, justify="left" if column in ("run", "what it does") else "right")
+    base = made.start.evaluation.numbers["accuracy"]
+    for stage in made.stages:
+        numbers = stage.evaluation.numbers
+        gain = "" if stage is made.start else f"{100 * (numbers['accuracy'] - base):+.1f}"
+        table.add_row(
+            stage.name,
+            _ABOUT[stage.name],
+            f"{numbers['accuracy']:.1%}",
+            gain,
+            f"{numbers['clipped_ratio']:.1%}",
+            duration(stage.seconds),
+        )
+    judged = made.reward_model.evaluations[-1]
+    table.caption = f"the reward model ranks {judged['eval_accuracy']:.1%} of held-out pairs right"
+    return table
+
+
+def _answers(made: Demo) -> Table:
+    """Problems that the start got wrong, with every model's answer."""
+    table = Table(title="answers before and after", title_justify="left")
+    for column in ("prompt", "sft", "ppo", "grpo", "right answer"):
+        table.add_column(column)
+    wrong = [i for i, score in enumerate(made.start.evaluation.scores) if not score]
+    for i in wrong[:5]:
+        prompt = str(made.start.evaluation.prompts[i])
+        cells = [Text(visible_text(prompt))]
+        for stage in made.stages:
+            answer, score = stage.evaluation.answers[i], stage.evaluation.scores[i]
+            cells.append(Text(visible_text(answer), style="green" if score else "red"))
+        digits = "".join(sorted(c for c in prompt if c.isdigit()))
+        table.add_row(*cells, Text(digits))
+    return table
+
+
+def _next(console: Console, made: Demo) -> None:
+    lines = [
+        "",
+        f"The four runs lie in {made.path} and took {duration(made.seconds)} in all. Next, try:",
+        f'  rolecall generate --model {made.grpo.path} --no-chat --prompt "sort 91372=" --show tokens',
+        f"  rolecall eval --model {made.grpo.path} --rows {TASK} --samples 8 --against {made.start.path} "
+        "--sampling.max_new_tokens 8",
+        f"  rolecall rl --preset reinforce --model {made.start.path} --rows {TASK} --sampling.max_new_tokens 8 "
+        "--optim.lr 3e-4 --eval.every 20",
+    ]
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)

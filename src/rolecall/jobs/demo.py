@@ -1,0 +1,126 @@
+"""`rolecall demo`: the whole pipeline on the built-in model and task.
+
+SFT on demonstrations, a reward model on preferences, PPO against that reward model, and GRPO against the exact verifier
+from the same start. All four are ordinary runs; nothing here can do what the other commands cannot.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rolecall.errors import UserError
+from rolecall.jobs.eval import eval as evaluate
+from rolecall.jobs.rl import rl
+from rolecall.jobs.rm import rm
+from rolecall.jobs.running import Run
+from rolecall.jobs.sft import sft
+from rolecall.recipes.evaluate import Evaluation
+from rolecall.train.exit_codes import ExitCode
+from rolecall.train.progress import Lines, Progress, Quiet
+
+TASK = "sorting"
+_ROWS = 400
+_SAMPLING = {"max_new_tokens": 8}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """A model of the demo and how it does on held-out rows."""
+
+    name: str
+    path: Path
+    seconds: float
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demo:
+    """What the demo made."""
+
+    path: Path
+    start: Stage
+    """After SFT: where PPO and GRPO begin."""
+    reward_model: Run
+    ppo: Stage
+    grpo: Stage
+    seconds: float
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The three policies."""
+        return (self.start, self.ppo, self.grpo)
+
+
+def demo(*, out: str | None = None, seed: int = 0, quiet: bool = False, progress: Progress | None = None) -> Demo:
+    """Run the demo: `demo().grpo.evaluation.numbers["accuracy"]`."""
+    begun = time.monotonic()
+    if progress is None:
+        progress = Quiet() if quiet else Lines()
+    place = _place(out)
+    common: dict[str, Any] = {"seed": seed, "rows": TASK, "progress": progress, "save": {"every": 0}}
+
+    def finished(name: str, run: Run, since: float) -> Stage:
+        if run.outcome.exit_code != ExitCode.DONE:
+            raise UserError(f"the demo's {name} run ended early: {run.outcome.reason}", exit_code=run.outcome.exit_code)
+        found = evaluate(model=str(run.path), rows=TASK, n=_ROWS, sampling=_SAMPLING, seed=seed)
+        return Stage(name=name, path=run.path, seconds=time.monotonic() - since, evaluation=found)
+
+    now = time.monotonic()
+    run = sft(
+        model="tiny",
+        steps=60,
+        batch=64,
+        optim={"lr": 2e-3, "warmup_steps": 20, "schedule": "cosine"},
+        out=str(place / "sft"),
+        **common,
+    )
+    start = finished("sft", run, now)
+
+    judge = rm(
+        model=str(start.path),
+        steps=80,
+        batch=64,
+        optim={"lr": 1e-3, "warmup_steps": 10, "schedule": "cosine"},
+        eval={"every": 1000, "rows": _ROWS},
+        out=str(place / "reward-model"),
+        **common,
+    )
+
+    now = time.monotonic()
+    run = rl(
+        preset="ppo",
+        model=str(start.path),
+        reward=str(judge.path),
+        steps=60,
+        prompts=256,
+        sampling={"temperature": 0.7, **_SAMPLING},
+        optim={"lr": 3e-4, "critic_lr": 1e-3, "warmup_steps": 5},
+        out=str(place / "ppo"),
+        **common,
+    )
+    ppo = finished("ppo", run, now)
+
+    now = time.monotonic()
+    run = rl(
+        preset="grpo",
+        model=str(start.path),
+        steps=60,
+        prompts=32,
+        samples=8,
+        sampling={"temperature": 0.7, **_SAMPLING},
+        optim={"lr": 5e-4, "warmup_steps": 5},
+        out=str(place / "grpo"),
+        **common,
+    )
+    grpo = finished("grpo", run, now)
+    return Demo(path=place, start=start, reward_model=judge, ppo=ppo, grpo=grpo, seconds=time.monotonic() - begun)
+
+
+def _place(out: str | None) -> Path:
+    if out is not None:
+        return Path(out).expanduser()
+    number = 1
+    while (Path("runs") / f"demo-{number}").exists():
+        number += 1
+    return Path("runs") / f"demo-{number}"
