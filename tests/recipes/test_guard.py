@@ -13,6 +13,7 @@ from rolecall.maths import losses, shaping
 from rolecall.maths.roles import Role
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.rl import RLLearner
+from rolecall.rewards.records import Scored
 from rolecall.rollout.engine import weights_hash
 from rolecall.train.reference import Reference
 from rolecall.train.step import StepResult, Term, Updater, trained
@@ -71,8 +72,6 @@ class Flat:
         self.but = but
 
     def score(self, samples, *, state=None):
-        from rolecall.rewards.records import Scored
-
         totals = [float((s.prompt_index, s.sample_index) == self.but) for s in samples]
         return [Scored(scores={"flat": total}, total=total) for total in totals]
 
@@ -83,6 +82,15 @@ def test_flat_groups_and_a_learning_rate_of_zero_move_nothing_and_that_is_health
         run(learner, 2)
         assert learner.metrics()["weights_moved"] == 0
         assert learner.metrics()["engine_in_sync"] == 1
+
+
+def test_a_step_that_is_skipped_moves_nothing_and_is_the_loops_business():
+    broken = policy_loss(lambda out, batch: trained(batch), lambda out, batch, mask: out.logprobs * torch.nan)
+    learner = learner_of(loss=broken)
+    guard_of(learner)
+    run(learner, 2)
+    assert learner.metrics()["skipped"] == 1
+    assert learner.metrics()["weights_moved"] == 0
 
 
 # -- 2: untrained positions ----------------------------------------------------------------------------------------

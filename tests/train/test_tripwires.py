@@ -5,6 +5,7 @@ from math import inf, nan
 import pytest
 import torch
 
+from rolecall.maths.reduce import denominator_of, position_weights
 from rolecall.maths.roles import Role, TrainRule
 from rolecall.policy.model import Outputs
 from rolecall.train import tripwires
@@ -86,8 +87,6 @@ def test_a_sum_may_differ_by_rounding_of_what_was_added():
 
 @pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum"])
 def test_contributions_are_recounted_in_every_mode(mode):
-    from rolecall.maths.reduce import denominator_of, position_weights
-
     term = Term(values=torch.full((3, 4), 2.0), mask=ELIGIBLE, mode=mode, coef=0.5)
     count = {"t": denominator_of(ELIGIBLE, mode=mode)}
     recorded = position_weights(ELIGIBLE, mode=mode)  # 0.5 x 2

@@ -257,8 +257,7 @@ class RLLearner:
         found["kl_coef"] = self.kl.coef
         found["policy_version"] = float(self.engine.version)
         found["optimizer_steps"] = float(len(steps))
-        found |= getattr(self.reward, "take_metrics", dict)()
-        self._metrics = finish(found)
+        self._metrics = getattr(self.reward, "take_metrics", dict)() | finish(found)
 
     def metrics(self) -> dict[str, float]:
         """The numbers of the last step."""
