@@ -17,7 +17,7 @@ $(STAMPS)/venv:
 
 $(STAMPS)/dev: $(STAMPS)/venv pyproject.toml constraints.txt
 	$(PIP) torch
-	$(PIP) -e '.[dev,lora]'
+	$(PIP) -e '.[dev,lora,tasks]'
 	@touch $@
 
 $(STAMPS)/mutate: $(STAMPS)/dev
@@ -42,8 +42,16 @@ format: $(STAMPS)/dev  ## put the code into its form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+demo: $(STAMPS)/dev  ## SFT, a reward model, PPO and GRPO on the built-in model
+	$(BIN)/rolecall demo
+
 bench: $(STAMPS)/dev  ## the benchmarks, each with its ratio
 	$(BIN)/python benchmarks/gae.py
+	$(BIN)/python benchmarks/logprobs.py
+	$(BIN)/python benchmarks/generate.py
+
+docs: $(STAMPS)/dev  ## write the page of options anew from their docstrings
+	$(BIN)/python -m rolecall.config.docs
 
 mutate: $(STAMPS)/mutate  ## mutation tests of the maths: survivors and score
 	rm -rf mutants

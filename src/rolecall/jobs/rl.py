@@ -17,7 +17,7 @@ from rolecall.jobs.data import open_reward, prompt_rows
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, model_directory
 from rolecall.policy.heads import Critic, RewardModel, ScalarHead
 from rolecall.policy.load import LoadedModel, load
-from rolecall.policy.lora import add_adapter
+from rolecall.policy.lora import add_adapter, has_adapter, merged
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.guard import Guard
@@ -188,7 +188,8 @@ def _module(policy: LoadedModel, options: RLOptions) -> PolicyModel:
 
 def sampler(policy: LoadedModel, options: Any) -> Engine:
     """The engine that the options ask for, with the policy's weights."""
-    return open_engine(policy, name=options.engine.name, dtype=_dtype(options), max_rows=options.engine.max_rows)
+    plain = merged(policy) if has_adapter(policy) else policy
+    return open_engine(plain, name=options.engine.name, dtype=_dtype(options), max_rows=options.engine.max_rows)
 
 
 def _dtype(options: Any) -> torch.dtype | None:
