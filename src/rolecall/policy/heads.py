@@ -40,7 +40,7 @@ class ScalarHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., hidden] to [...]."""
-        return hidden.float() @ self.weight[0]
+        return hidden.to(self.weight.dtype) @ self.weight[0]
 
     def values(self, hidden: Tensor) -> Tensor:
         """[batch, time, hidden] to [batch, time]: values[t] is V before token t, read from the hidden state at t - 1.
