@@ -95,6 +95,11 @@ class AlgorithmOptions:
             raise ValueError(
                 f"old_logprobs=detach needs one optimiser step per rollout, but epochs x minibatches is {steps}; use recompute"
             )
+        if self.name == "reinforce" and steps > 1:
+            raise ValueError(
+                f"reinforce has no ratio, so it takes one optimiser step per rollout, but epochs x minibatches is {steps}; "
+                "use grpo or ppo, or smaller rollouts"
+            )
         if self.name == "ppo" and self.critic == "none":
             raise ValueError("ppo needs a critic: set algorithm.critic to shared or separate")
         if self.name != "ppo" and self.critic != "none":

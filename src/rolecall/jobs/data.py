@@ -23,8 +23,25 @@ _TRAIN_ROWS = 20_000
 """Rows drawn from a task that can make any number."""
 
 
+_GIVEN = "(given in Python)"
+
+
+def label(given: Sequence[Any]) -> str:
+    """What config.json says of rows or rewards that are Python objects."""
+    names = [getattr(x, "__name__", "") for x in given if callable(x)]
+    return f"{_GIVEN} {', '.join(names)}" if names else f"{_GIVEN} {len(given)} rows"
+
+
+def check_named(what: str, *names: str) -> None:
+    """Raise if what is asked for by name was given in Python when the run began, and is not given now."""
+    if any(name.startswith(_GIVEN) for name in names):
+        raise UserError(f"this run's {what} came from Python: resume it from Python too, with the same {what}")
+
+
 def prompt_rows(source: RowsSource, evaluation: HeldOutOptions, *, seed: int) -> tuple[Rows, Rows | None, str | None]:
     """(training rows, held-out rows if they will be used, the task's own reward)."""
+    if isinstance(source, str):
+        check_named("rows", source)
     found: Any = ListRows(source) if not isinstance(source, str) else resolve(source)
     if hasattr(found, "gold"):
         test = found.rows("test", n=evaluation.rows) if evaluation.every else None
@@ -48,6 +65,7 @@ def open_reward(
     deadline_s: float,
 ) -> Reward:
     """The reward: functions in worker processes, or a reward model's run or directory."""
+    check_named("reward", *(source for source in sources if isinstance(source, str)))
     chosen: Sequence[RewardSource] = sources or ((task_reward,) if task_reward is not None else ())
     if not chosen:
         raise UserError("no reward: give one, such as --reward rewards.py:my_function, or use a built-in task")
@@ -62,6 +80,8 @@ def open_reward(
 
 def demonstrated(source: RowsSource, *, seed: int) -> Rows:
     """Rows to imitate: a task's gold answers, or the user's."""
+    if isinstance(source, str):
+        check_named("rows", source)
     found: Any = ListRows(source) if not isinstance(source, str) else resolve(source)
     if hasattr(found, "gold"):
         return demonstrations(found, "train", n=_TRAIN_ROWS, seed=seed)

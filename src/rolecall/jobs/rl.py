@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
-from rolecall.jobs.data import open_reward, prompt_rows
+from rolecall.jobs.data import label, open_reward, prompt_rows
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, model_directory
 from rolecall.policy.heads import Critic, RewardModel, ScalarHead
 from rolecall.policy.load import LoadedModel, load
@@ -80,6 +81,10 @@ def run(
     progress: Progress | None = None,
 ) -> Run:
     """Run from options; rows and rewards that are objects take the place of the named ones."""
+    if rows is not None:
+        options = replace(options, rows=label(rows))
+    if rewards is not None:
+        options = replace(options, reward=tuple(r if isinstance(r, str) else label([r]) for r in rewards))
     build = partial(_build, rows=rows, rewards=rewards, advantage=advantage, loss=loss)
     return execute("rl", options, build, progress=progress)
 
@@ -95,7 +100,7 @@ def _build(
     advantage: Callable[..., Any] | None,
     loss: Callable[..., Any] | None,
 ) -> Built:
-    train, test, task_reward = prompt_rows(rows or options.rows, options.eval, seed=options.seed)
+    train, test, task_reward = prompt_rows(options.rows if rows is None else rows, options.eval, seed=options.seed)
     reward = open_reward(
         rewards or options.reward,
         task_reward,
@@ -105,10 +110,9 @@ def _build(
     )
     policy = open_policy(options.model, options)
     module = _module(policy, options)
-    needs_reference = options.algorithm.kl_coef > 0
-    reference = Reference(module) if needs_reference else None
     optimizer = make_optimizer(module, options.optim)
     wrapped, optimizer = accelerator.prepare(module, optimizer)
+    reference = Reference(module) if options.algorithm.kl_coef > 0 else None  # now on the module's device
     updater = Updater(
         accelerator,
         wrapped,

@@ -26,6 +26,7 @@ from rolecall.recipes.reward_model import (
 )
 from rolecall.train.optim import make_optimizer
 from rolecall.train.progress import Progress
+from rolecall.train.state import first_non_finite
 from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
 
@@ -93,5 +94,6 @@ def _build(options: RMOptions, accelerator: Accelerator, timer: Timer, stack: Ex
         write=write,
         read=read,
         save_model=save_model,
+        is_finite=lambda: first_non_finite(dict(model.named_parameters())) is None,
         evaluate=evaluate if held else None,
     )

@@ -1,5 +1,6 @@
 """What every training job does around its learner: the run directory, resuming, the loop, the final model."""
 
+import gc
 import json
 import logging
 import platform
@@ -19,17 +20,20 @@ from accelerate import Accelerator
 from rolecall.config.merge import to_dict
 from rolecall.config.parts import RunOptions
 from rolecall.errors import UserError
-from rolecall.files import write_atomically
+from rolecall.files import DiskError, write_atomically
 from rolecall.policy.load import LoadedModel, save
 from rolecall.policy.lora import export, has_adapter
 from rolecall.policy.model import PolicyModel
 from rolecall.train import checkpoint
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.jsonl import read_lines
+from rolecall.train.lock import LockedError
 from rolecall.train.loop import Learner, Loop, LoopOptions, Outcome
+from rolecall.train.manifest import CheckpointError
 from rolecall.train.persist import read_checkpoint, write_checkpoint
 from rolecall.train.progress import Lines, Progress, Quiet
-from rolecall.train.rundir import RunDir
+from rolecall.train.rundir import RunDir, RunDirError
+from rolecall.train.state import first_non_finite
 from rolecall.train.timing import Timer
 
 _log = logging.getLogger("rolecall")
@@ -50,6 +54,8 @@ class Built:
     """Puts it back from there, the learner's included, and returns the extra."""
     save_model: Callable[[Path], None]
     """Writes the final model."""
+    is_finite: Callable[[], bool]
+    """Whether all weights are."""
     evaluate: Callable[[int], dict[str, float]] | None = None
     """Numbers on held-out rows."""
     watch_run: Callable[[RunDir], None] = lambda run: None
@@ -73,7 +79,15 @@ def build_policy(
     def save_model(directory: Path) -> None:
         (export if has_adapter(policy) else save)(policy, directory)
 
-    return Built(learner=learner, loop=loop, write=write, read=read, save_model=save_model, **more)
+    return Built(
+        learner=learner,
+        loop=loop,
+        write=write,
+        read=read,
+        save_model=save_model,
+        is_finite=lambda: first_non_finite(dict(module.named_parameters())) is None,
+        **more,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +123,19 @@ def execute(command: str, options: Any, build: Build, *, progress: Progress | No
         progress = Quiet() if options.quiet else Lines()
     accelerator = _accelerator(options)
     path = _place(command, options)
+    try:
+        run = _execute(command, options, build, progress, accelerator, path)
+    except DiskError as error:
+        raise UserError(str(error), exit_code=ExitCode.DISK) from error
+    except (RunDirError, LockedError, CheckpointError) as error:
+        raise UserError(str(error)) from error
+    accelerator.free_memory()
+    gc.collect()  # wrapped models hold the process group, and hang if they outlive it
+    accelerator.end_training()
+    return run
+
+
+def _execute(command: str, options: Any, build: Build, progress: Progress, accelerator: Accelerator, path: Path) -> Run:
     with ExitStack() as stack:
         run = None
         if accelerator.is_main_process:
@@ -133,13 +160,13 @@ def execute(command: str, options: Any, build: Build, *, progress: Progress | No
             agree=lambda flag: _largest(accelerator, flag),
             log=_trackers(accelerator, options, config, path),
         )
-        start = _resume(path, run, built, loop, config) if options.resume else 0
+        resumed = _resume(path, run, built, loop, config) if options.resume else None
         if run is not None:
-            _describe(run, command, config, resumed_at=start if options.resume else None)
+            _describe(run, command, config, resumed)
+        start = 0 if resumed is None else resumed.step
         outcome = loop.go(start=start, title=f"{command} in {path}")
-        if run is not None and outcome.exit_code in (ExitCode.DONE, ExitCode.DIVERGED):
+        if run is not None and _has_result(outcome, built):
             _write_model(run, built)
-        accelerator.end_training()
         lines = read_lines(run.metrics.path) if run is not None else []
         return Run(path=path, outcome=outcome, metrics=list(lines))
 
@@ -154,6 +181,13 @@ def loop_options(options: Any, *, main: str) -> LoopOptions:
         main=main,
         stop_at=options.eval.stop_at,
     )
+
+
+def _has_result(outcome: Outcome, built: Built) -> bool:
+    """A run that is done, or that diverged with weights that are still good."""
+    if outcome.exit_code is ExitCode.DIVERGED:
+        return built.is_finite()
+    return outcome.exit_code is ExitCode.DONE
 
 
 def configuration(options: Any) -> dict[str, Any]:
@@ -191,32 +225,51 @@ def _place(command: str, options: RunOptions) -> Path:
     return Path("runs") / f"{command}-{number}"
 
 
-def _resume(path: Path, run: RunDir | None, built: Built, loop: Loop, config: Mapping[str, Any]) -> int:
-    """Put the last good checkpoint back; the step it was taken at."""
-    found = checkpoint.latest(path / "checkpoints")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed:
+    """How a run goes on."""
+
+    step: int
+    """Steps done."""
+    changed: list[tuple[str, object, object]]
+    """(setting, as it was, as it is now)."""
+    bit_exact: bool
+    """True if what comes is what would have come without the interruption."""
+
+
+def _resume(path: Path, run: RunDir | None, built: Built, loop: Loop, config: Mapping[str, Any]) -> Resumed:
+    """Put the last good checkpoint back; a run that was stopped before its first one begins again."""
+    found = checkpoint.latest(path / "checkpoints", read_only=run is None)
     if found is None:
-        raise UserError(f"{path} has no checkpoint to resume from; start again with overwrite")
-    changed = [
-        (name, old, new)
-        for name, old, new in checkpoint.differences(found.config, config)
-        if not name.startswith(("save.", "eval.")) and name != "steps"
-    ]
-    for name, old, new in changed:
+        _log.warning("%s has no checkpoint to resume from: it begins again at its first step", path)
+        if run is not None:
+            run.cut_after(-1)
+        return Resumed(step=0, changed=[], bit_exact=True)
+    changed = checkpoint.differences(found.config, config)
+    matter = [(name, old, new) for name, old, new in changed if _matters(name, old, new, config)]
+    for name, old, new in matter:
         _log.warning("resuming with %s changed from %s to %s: not bit-exact with the run before", name, old, new)
     extra = built.read(found.path)
     loop.load_state_dict(extra["loop"])
     if run is not None:
         run.cut_after(found.step)
-    return int(extra["step"])
+    return Resumed(step=int(extra["step"]), changed=changed, bit_exact=not matter)
 
 
-def _describe(run: RunDir, command: str, config: Mapping[str, Any], *, resumed_at: int | None) -> None:
+def _matters(name: str, old: object, new: object, config: Mapping[str, Any]) -> bool:
+    """Whether a changed setting changes what is learned from here on."""
+    if name == "steps":
+        return bool(config.get("optim", {}).get("schedule", "constant") != "constant")
+    if name == "eval.every":
+        return bool(old) != bool(new)  # with evaluation, rows without a test split are split
+    return name == "eval.held_out" or not name.startswith(("save.", "eval."))
+
+
+def _describe(run: RunDir, command: str, config: Mapping[str, Any], resumed: Resumed | None) -> None:
     """config.json and run.json."""
     history = json.loads(run.run.read_text()).get("resumed", []) if run.run.is_file() else []
-    if resumed_at is not None:
-        before = json.loads(run.config.read_text())
-        changed = [[name, old, new] for name, old, new in checkpoint.differences(before, config)]
-        history.append({"step": resumed_at, "changed": changed, "bit_exact": all(c[0] == "steps" for c in changed)})
+    if resumed is not None:
+        history.append({"step": resumed.step, "changed": resumed.changed, "bit_exact": resumed.bit_exact})
     about = {
         "command": command,
         "arguments": sys.argv[1:],

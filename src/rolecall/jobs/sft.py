@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from accelerate import Accelerator
 from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.config.sft import SFTOptions
-from rolecall.jobs.data import demonstrated, open_reward, prompt_rows, rendered_rows
+from rolecall.jobs.data import demonstrated, label, open_reward, prompt_rows, rendered_rows
 from rolecall.jobs.rl import open_policy, sampler
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options
 from rolecall.policy.model import PolicyModel
@@ -45,6 +46,8 @@ def run(
     options: SFTOptions, *, rows: Sequence[Mapping[str, Any]] | None = None, progress: Progress | None = None
 ) -> Run:
     """Run from options; rows that are objects take the place of the named ones."""
+    if rows is not None:
+        options = replace(options, rows=label(rows))
     return execute("sft", options, partial(_build, rows=rows), progress=progress)
 
 
@@ -56,7 +59,7 @@ def _build(
     *,
     rows: Sequence[Mapping[str, Any]] | None,
 ) -> Built:
-    source = rows or options.rows
+    source = options.rows if rows is None else rows
     found = demonstrated(source, seed=options.seed)
     policy = open_policy(options.model, options)
     trajectories, too_long = rendered_rows(found, policy, options.chat, max_length=options.max_length)

@@ -108,10 +108,15 @@ class PolicyModel(nn.Module):
 
     def _values(self, ids: Tensor, hidden: Tensor, asked: Tensor) -> Tensor | None:
         if self.value_head is not None:
-            return self.value_head(hidden[:, :-1][asked]).flatten().float()
+            return _wide(self.value_head(hidden[:, :-1][asked]).flatten())
         if self.critic is not None:
-            return self.critic(ids)[:, 1:][asked].float()
+            return _wide(self.critic(ids)[:, 1:][asked])
         return None
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In fp32; fp64 stays."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def head_of(model: Any, temperature: float) -> Head:

@@ -17,7 +17,7 @@ from rolecall.config.rl import AlgorithmOptions
 from rolecall.maths import advantages as adv
 from rolecall.maths import losses
 from rolecall.maths.kl import kl_estimate
-from rolecall.maths.reduce import masked_whiten
+from rolecall.maths.reduce import masked_moments, masked_whiten
 from rolecall.maths.returns import gae
 from rolecall.maths.roles import TrainRule
 from rolecall.policy.model import Outputs
@@ -39,6 +39,8 @@ class Knobs:
     """The longest answer: the constant length of seq-mean-token-sum-norm."""
     bootstrap: Tensor | None = None
     """[batch] values behind answers that were cut off, for PPO; None: 0."""
+    all_sum: Callable[[Tensor], Tensor] = lambda x: x
+    """Adds a tensor over ranks, for statistics of the whole batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +55,11 @@ def grpo(o: AlgorithmOptions, knobs: Knobs) -> Algorithm:
     """Shao et al. 2024: an answer is as good as it is better than the other answers to its prompt."""
 
     def advantage(batch: Batch) -> Tensor:
-        scale = None if o.scale == "none" else o.scale
-        return adv.grpo(need(batch.scores), batch.groups, scale=scale, include=scored(batch))
+        scores, include = worth(o, batch), scored(batch)
+        if o.scale == "batch":
+            centred = adv.grpo(scores, batch.groups, scale=None, include=include)
+            return centred / (spread(scores, include, knobs) + 1e-4)
+        return adv.grpo(scores, batch.groups, scale=None if o.scale == "none" else o.scale, include=include)
 
     def loss(out: Outputs, batch: Batch) -> dict[str, Term]:
         return {"policy": clipped(o, knobs, out, batch), **regularisers(o, knobs, out, batch)}
@@ -69,9 +74,9 @@ def ppo(o: AlgorithmOptions, knobs: Knobs) -> Algorithm:
         steps = TrainRule(stop=o.train_stop).eligible(batch.roles)
         rewards = need(batch.rewards)
         if o.whiten_rewards:
-            rewards = masked_whiten(rewards, trained(batch), shift_mean=False)
+            rewards = whiten(rewards, trained(batch), knobs, shift_mean=False)
         raw, returns = gae(rewards, need(batch.values), steps, gamma=o.gamma, lam=o.lam, bootstrap=knobs.bootstrap)
-        return masked_whiten(raw, trained(batch)), returns
+        return whiten(raw, trained(batch), knobs), returns
 
     def loss(out: Outputs, batch: Batch) -> dict[str, Term]:
         mask = trained(batch)
@@ -89,11 +94,11 @@ def reinforce(o: AlgorithmOptions, knobs: Knobs) -> Algorithm:
     """Williams 1992: log-probs times score minus a baseline; no ratio, so one optimiser step per rollout."""
 
     def advantage(batch: Batch) -> Tensor:
-        scores, include = need(batch.scores), scored(batch)
+        scores, include = worth(o, batch), scored(batch)
         if o.baseline == "prompt":
             return adv.reinforce(scores, adv.group_mean(scores, batch.groups, include=include), include=include)
         if o.baseline == "mean":
-            return adv.reinforce(scores, adv.batch_mean(scores, include=include), include=include)
+            return adv.reinforce(scores, float(moments(scores, include, knobs)[0]), include=include)
         return adv.reinforce(scores, knobs.baseline if o.baseline == "ema" else 0.0, include=include)
 
     def loss(out: Outputs, batch: Batch) -> dict[str, Term]:
@@ -149,9 +154,35 @@ def regularisers(o: AlgorithmOptions, knobs: Knobs, out: Outputs, batch: Batch) 
     return terms
 
 
+def worth(o: AlgorithmOptions, batch: Batch) -> Tensor:
+    """[batch] what each answer is worth: its score and, with the KL in the reward, less the KL of all its positions."""
+    scores = need(batch.scores)
+    if not (o.kl_coef and o.kl_in == "reward"):
+        return scores
+    placed = TrainRule(stop=o.train_stop).eligible(batch.roles).any(dim=1) & scored(batch)
+    return torch.where(placed, need(batch.rewards).sum(dim=1), scores)
+
+
+def moments(x: Tensor, mask: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor]:
+    """Mean and variance over all ranks."""
+    mean, variance = masked_moments(x, mask, all_sum=knobs.all_sum)
+    return mean.to(x.dtype), variance.to(x.dtype)
+
+
+def whiten(x: Tensor, mask: Tensor, knobs: Knobs, *, shift_mean: bool = True) -> Tensor:
+    """Unit variance over all ranks, and zero mean."""
+    return masked_whiten(x, mask, shift_mean=shift_mean, moments=moments(x, mask, knobs))
+
+
+def spread(scores: Tensor, include: Tensor, knobs: Knobs) -> Tensor:
+    """The unbiased standard deviation of all scores on all ranks."""
+    count = knobs.all_sum(include.sum().double())
+    return (moments(scores, include, knobs)[1] * count / (count - 1).clamp(min=1)).sqrt().to(scores.dtype)
+
+
 def weighted(values: Tensor, batch: Batch) -> Tensor:
     """Per-position values times the batch's importance weights, if it has any."""
-    return values if batch.weights is None else values * batch.weights
+    return values if batch.weights is None else values * torch.where(trained(batch), batch.weights, 0)
 
 
 def scored(batch: Batch) -> Tensor:

@@ -66,8 +66,8 @@ class Evaluator:
         answers = [answer_text(self.policy, c) for c in completions]
         totals = self._score(completions, answers)
         known = [t for t in totals if t is not None]
-        numbers = {
-            "reward": sum(known) / max(1, len(known)),
+        numbers = {"reward": sum(known) / len(known)} if known else {}
+        numbers |= {
             "accuracy": sum(t >= 1 for t in known) / max(1, len(totals)),
             "mean_length": sum(len(c.ids) for c in completions) / len(completions),
             "clipped_ratio": sum(c.finish.truncated for c in completions) / len(completions),
@@ -124,4 +124,6 @@ class Evaluator:
             )
             for c, answer in zip(completions, answers, strict=True)
         ]
-        return [scored.total for scored in self.reward.score(samples)]
+        found = [scored.total for scored in self.reward.score(samples)]
+        self.reward.take_metrics()  # so that what evaluations log and count is not mistaken for training's
+        return found

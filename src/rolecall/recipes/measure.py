@@ -41,7 +41,9 @@ def measure_rollout(meter: Meter, rollout: Rollout, *, rule: TrainRule) -> None:
 
     eligible = rule.eligible(batch.roles)
     meter.mean("untrainable", (~eligible.any(dim=1)).float())
-    if batch.old_logprobs is not None and batch.behaviour_logprobs is not None:
+    recomputed = batch.old_logprobs is not None and batch.old_logprobs is not batch.behaviour_logprobs
+    if recomputed and batch.behaviour_logprobs is not None:
+        assert batch.old_logprobs is not None
         _mismatch(meter, batch.old_logprobs, batch.behaviour_logprobs, eligible)
     if rollout.kl is not None:
         meter.mean("kl", rollout.kl, eligible)
@@ -60,13 +62,18 @@ def measure_rollout(meter: Meter, rollout: Rollout, *, rule: TrainRule) -> None:
         meter.total(f"untrained_tokens/{verdict.name.lower()}", (batch.verdicts == verdict).sum())
 
 
-def measure_update(meter: Meter, steps: Sequence[MiniStep], *, clip_low: float, clip_high: float) -> None:
-    """What the optimiser steps did. The first one of a fresh rollout has ratio 1."""
+def measure_update(
+    meter: Meter, steps: Sequence[MiniStep], *, clip_low: float, clip_high: float, recomputed: bool
+) -> None:
+    """What the optimiser steps did. The first one of a fresh rollout has ratio 1.
+
+    Unless old log-probs were recomputed, the first step's outputs show how far trainer and engine are apart.
+    """
     for mini in steps:
         batch, out = mini.batch, mini.result.outputs
         mask = trained(batch)
         meter.mean("entropy", out.entropy, mask)
-        if mini.epoch == mini.minibatch == 0 and batch.old_logprobs is None and batch.behaviour_logprobs is not None:
+        if mini.epoch == mini.minibatch == 0 and not recomputed and batch.behaviour_logprobs is not None:
             _mismatch(meter, out.logprobs, batch.behaviour_logprobs, mask)
         old = batch.old_logprobs if batch.old_logprobs is not None else out.logprobs
         rho = ratio(out.logprobs, old, mask)

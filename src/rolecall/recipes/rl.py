@@ -62,6 +62,11 @@ class RLLearner:
         self.engine, self.reward, self.rows, self.reference = engine, reward, rows, reference
         self.watches, self._own_advantage, self._own_loss = list(watches), advantage, loss
         self.timer = timer or Timer()
+        if options.prompts < updater.accelerator.num_processes:
+            raise ValueError(
+                f"{options.prompts} prompts per step cannot be shared by {updater.accelerator.num_processes} processes; "
+                "raise prompts or use fewer processes"
+            )
         o = options.algorithm
         self.rule = TrainRule(stop=o.train_stop)
         self.sampling = options.sampling
@@ -143,10 +148,13 @@ class RLLearner:
         batch = collate(trajectories)
         finish = [t.finish for t in trajectories]
         cut_off = torch.tensor([f.truncated for f in finish])
+        aborted = torch.tensor([f is Finish.ABORT for f in finish])
         scores = self._shaped_scores(batch, totals, stopped=torch.tensor([f is Finish.STOP for f in finish]))
+        scores = torch.where(aborted, torch.nan, scores)
         include = ~scores.isnan()
         verdicts = self.rule.verdicts(
             batch.roles,
+            bad_record=aborted,
             reward_failed=~include,
             truncated=cut_off if o.drop_truncated else None,
             flat_group=flat_groups(scores, batch.groups, include=include) if o.drop_flat else None,
@@ -181,6 +189,7 @@ class RLLearner:
             baseline=self.baseline.value,
             max_new_tokens=self.options.sampling.max_new_tokens,
             bootstrap=bootstrap,
+            all_sum=self.updater.all_sum,
         )
         made = ALGORITHMS[o.name](o, knobs)
         algorithm = Algorithm(advantage=self._own_advantage or made.advantage, loss=self._own_loss or made.loss)
@@ -216,8 +225,8 @@ class RLLearner:
                 steps.append(MiniStep(epoch=epoch, minibatch=i, rows=rows, batch=part, result=result))
         with self.timer.phase("sync"):
             self.engine.load(engine_weights(self.policy), self.engine.version + 1)
-        self._move_knobs(rollout)
         self._measure(steps)
+        self._move_knobs(rollout)
         for watch in self.watches:
             watch.updated(rollout, steps)
             self._metrics |= getattr(watch, "metrics", dict)()
@@ -235,28 +244,36 @@ class RLLearner:
         o, batch = self.options.algorithm, rollout.batch
         assert batch.scores is not None
         include = ~batch.scores.isnan()
-        self.baseline = self.baseline.update(batch.scores, include=include)
+        scored = torch.where(include, batch.scores, 0).double()
+        kl = torch.zeros(()) if rollout.kl is None else rollout.kl.sum()
+        local = torch.stack(
+            [scored.sum(), include.sum().double(), kl.double(), torch.tensor(float(len(batch))).double()]
+        )
+        score_sum, known, kl_sum, answers = self.updater.all_sum(local).tolist()
+        if known:
+            self.baseline = self.baseline.update(torch.tensor([score_sum / known]))
         if rollout.kl is not None:
-            per_answer = float(rollout.kl.sum(dim=1).mean())
-            self.kl = self.kl.update(per_answer, samples=len(batch))
+            self.kl = self.kl.update(kl_sum / answers, samples=int(answers))
         if o.reference_every is not None and self.reference is not None and (rollout.step + 1) % o.reference_every == 0:
             self.reference.refresh()
 
     def _measure(self, steps: Sequence[MiniStep]) -> None:
         o = self.options.algorithm
-        measure_update(self._meter, steps, clip_low=o.clip_low, clip_high=o.clip_high)
-        # A mini-batch in which nothing trains has no terms.
-        self._terms = tuple(dict.fromkeys(name for s in steps for name in s.result.terms))
+        recomputed = o.old_source == "recompute"
+        measure_update(self._meter, steps, clip_low=o.clip_low, clip_high=o.clip_high, recomputed=recomputed)
+        made = [s.result for s in steps if s.result.terms]  # an optimiser step in which nothing trained has no terms
+        self._terms = tuple(made[0].terms) if made else ()
         found = self._meter.result(self.updater.all_sum, self.updater.all_max)
         for name in self._terms:
-            found[f"loss/{name}"] = sum(s.result.terms.get(name, 0.0) for s in steps) / len(steps)
-        found["loss"] = found["loss/total"] = sum(s.result.loss for s in steps) / len(steps)
-        found["grad_norm"] = found["loss/grad_norm"] = sum(s.result.grad_norm for s in steps) / len(steps)
+            found[f"loss/{name}"] = sum(result.terms[name] for result in made) / len(made)
+        count = max(1, len(made))
+        found["loss"] = found["loss/total"] = sum(result.loss for result in made) / count
+        found["grad_norm"] = found["loss/grad_norm"] = sum(result.grad_norm for result in made) / count
         found["skipped"] = float(sum(s.result.skipped for s in steps))
         found["learning_rate"] = float(self.updater.optimizer.param_groups[0]["lr"])
         found["kl_coef"] = self.kl.coef
         found["policy_version"] = float(self.engine.version)
-        found["optimizer_steps"] = float(len(steps))
+        found["optimizer_steps"] = float(sum(not result.skipped for result in made))
         self._metrics = getattr(self.reward, "take_metrics", dict)() | finish(found)
 
     def metrics(self) -> dict[str, float]:
@@ -271,18 +288,23 @@ class RLLearner:
 
     def state_dict(self) -> dict[str, Any]:
         """All that continues exactly, beside the policy's weights and optimiser."""
+        refreshed = self.reference is not None and self.options.algorithm.reference_every is not None
         return {
             "order": self.order.state_dict(),
             "kl_coef": self.kl.coef,
             "baseline": dataclasses.asdict(self.baseline),
             "policy_version": self.engine.version,
+            "reference": self.reference.weights if refreshed and self.reference is not None else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`; the policy's weights must be loaded already."""
         self.order.load_state_dict(state["order"])
-        self.kl = dataclasses.replace(self.kl, coef=state["kl_coef"])
+        if isinstance(self.kl, AdaptiveKL):  # a fixed coefficient is a setting, which may have been changed
+            self.kl = dataclasses.replace(self.kl, coef=state["kl_coef"])
         self.baseline = EMABaseline(**state["baseline"])
+        if self.reference is not None and state["reference"] is not None:
+            self.reference.load(state["reference"])
         self.engine.load(engine_weights(self.policy), state["policy_version"])
 
     # -- pieces --------------------------------------------------------------------------------------------------

@@ -26,6 +26,11 @@ class SFTLearner:
     """The supervised side of `train.loop.Learner`. `demonstrations` are rendered rows."""
 
     def __init__(self, options: SFTOptions, *, updater: Updater, demonstrations: Sequence[Trajectory]) -> None:
+        if options.batch < updater.accelerator.num_processes:
+            raise ValueError(
+                f"{options.batch} rows per step cannot be shared by {updater.accelerator.num_processes} processes; "
+                "raise batch or use fewer processes"
+            )
         self.options, self.updater, self.demonstrations = options, updater, demonstrations
         self.rule = TrainRule(stop=options.train_stop)
         self.order = RowOrder(len(demonstrations), seed=options.seed)

@@ -1,9 +1,12 @@
 """The order in which rows are trained on."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
+_log = logging.getLogger(__name__)
 
 
 class RowOrder:
@@ -33,4 +36,10 @@ class RowOrder:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
+        if (state["rows"], state["seed"]) != (self.rows, self.seed):
+            _log.warning(
+                "the checkpoint was taken with %d rows in the order of seed %d; there are %d in that of seed %d now, so "
+                "the run goes on from row %d of a new order",
+                *(state["rows"], state["seed"], self.rows, self.seed, int(state["taken"]) % self.rows),
+            )
         self.taken = int(state["taken"])

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 from typing import Any, Protocol
 
 from rolecall.files import DiskError
 from rolecall.train import checkpoint
 from rolecall.train.exit_codes import ExitCode
+from rolecall.train.persist import NotFinite
 from rolecall.train.progress import Progress
 from rolecall.train.rundir import RunDir
 from rolecall.train.signals import StopSignals
@@ -116,6 +118,7 @@ class Loop:
 
     def go(self, *, start: int, title: str) -> Outcome:
         """Steps start + 1 to the last, unless something ends the run before."""
+        self._saved = start or None
         with StopSignals() as stop:
             self.progress.begin(title, start=start, steps=self.options.steps)
             try:
@@ -131,24 +134,26 @@ class Loop:
             metrics = self._one(step)
             self._bad = self._bad + 1 if metrics.get("skipped") else 0
             if self._bad >= o.bad_steps:
-                return self._end(
-                    step,
-                    ExitCode.DIVERGED,
-                    f"diverged: loss or gradient was not finite in {self._bad} steps in a row; "
-                    f"the last good checkpoint is {'step ' + str(self._saved) if self._saved else 'the one before'}",
-                )
+                return self._diverged(step, f"loss or gradient was not finite in {self._bad} steps in a row")
             reached = improved = False
             if self.evaluate is not None and o.eval_every and (step % o.eval_every == 0 or step == o.steps):
                 score = self._evaluate(step)
                 improved = self.best_step == step
                 reached = o.stop_at is not None and score is not None and score >= o.stop_at
             stopping = bool(self.agree(float(stop.stop_requested)))
-            if stopping or reached or improved or step == o.steps or (o.save_every and step % o.save_every == 0):
-                self._save(step, stop)
-            if self._disk_failures >= o.disk_failures:
-                return self._end(step, ExitCode.DISK, f"no room for a checkpoint in {self._disk_failures} tries")
+            last = stopping or reached or step == o.steps
+            if last or improved or (o.save_every and step % o.save_every == 0):
+                try:
+                    self._save(step, stop)
+                except NotFinite as error:
+                    return self._diverged(step, str(error))
+            failures = int(self.agree(float(self._disk_failures)))
+            if failures >= o.disk_failures or (last and failures):
+                tries = f"{failures} tries" if failures > 1 else "the last try"
+                return self._end(step, ExitCode.DISK, f"no room for a checkpoint in {tries}: {self._kept()}")
             if stopping:
-                return self._end(step, stop.exit_code, f"stopped at step {step}, everything is saved")
+                code = stop.exit_code if stop.stop_requested else ExitCode.TERMINATED  # the signal came to another rank
+                return self._end(step, code, f"stopped at step {step}, everything is saved")
             if reached:
                 return self._end(step, ExitCode.DONE, f"{o.main} reached {o.stop_at} at step {step}")
         return self._end(step, ExitCode.DONE, f"done after {step} steps")
@@ -178,7 +183,7 @@ class Loop:
         shown = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
         self.progress.say(f"evaluation at step {step}: {shown}")
         score = found.get(self.options.main)
-        if score is not None and step and (self.best is None or score > self.best):
+        if score is not None and not isnan(score) and step and (self.best is None or score > self.best):
             self.best, self.best_step = score, step
         return score
 
@@ -204,6 +209,12 @@ class Loop:
             self.progress.say(f"checkpoint of step {step} was not written, the run goes on: {error}")
             return
         self._disk_failures, self._saved = 0, step
+
+    def _diverged(self, step: int, why: str) -> Outcome:
+        return self._end(step, ExitCode.DIVERGED, f"diverged: {why}; {self._kept()}")
+
+    def _kept(self) -> str:
+        return "there is no checkpoint yet" if not self._saved else f"the last good checkpoint is of step {self._saved}"
 
     def _end(self, step: int, code: ExitCode, reason: str) -> Outcome:
         self.progress.say(reason)

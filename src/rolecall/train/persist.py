@@ -50,22 +50,35 @@ def read_checkpoint(
     state = read_state(directory, _STATE)
     own = dict(module.named_parameters())
     weights = dict(state["beside"])
+    unknown = sorted(weights.keys() - own.keys())
     if not has_adapter(policy):
         weights |= {f"model.{name}": tensor for name, tensor in _saved_weights(directory).items()}
     missing = [name for name, p in own.items() if p.requires_grad and name not in weights]
     odd = [n for n, w in weights.items() if n in own and own[n].shape != w.shape]
-    if missing or odd:
-        name = (missing + odd)[0]
-        saved = tuple(weights[name].shape) if name in weights else "absent"
+    for name in missing + odd + unknown:
+        there, here = (str(tuple(w[name].shape)) if name in w else "absent" for w in (weights, own))
         raise RefusedCheckpointError(
-            f"the checkpoint {directory} is of another model: {name} is {saved} there and {tuple(own[name].shape)} here"
+            f"the checkpoint {directory} is of another model: {name} is {there} there and {here} here"
         )
     with torch.no_grad():
         for name, parameter in own.items():
             if name in weights:
                 parameter.copy_(weights[name])
-    optimizer.load_state_dict(state["optimizer"])
+    try:
+        _load_optimizer(optimizer, state["optimizer"])
+    except ValueError as error:
+        raise RefusedCheckpointError(
+            f"the checkpoint {directory} is of another model: its optimiser has other parameters ({error})"
+        ) from error
     return state["learner"], state["extra"]
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Put an optimiser's moments back; its settings stay those of this run, which may have been changed."""
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
 
 
 def _beside(name: str, policy: LoadedModel) -> bool:

@@ -1,10 +1,11 @@
 """The frozen model that KL is measured against: the policy as it was before RL."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from rolecall.policy.lora import reference as without_adapter
 from rolecall.policy.model import PolicyModel
@@ -19,7 +20,9 @@ class Reference:
         self._frozen = None if self._adapter else self._copy()
 
     def _copy(self) -> PolicyModel:
-        return PolicyModel(copy.deepcopy(self._policy.model).requires_grad_(False).eval())
+        frozen = copy.deepcopy(self._policy.model).requires_grad_(False).eval()
+        frozen.zero_grad(set_to_none=True)  # gradients are copied too
+        return PolicyModel(frozen)
 
     @contextmanager
     def module(self) -> Iterator[nn.Module]:
@@ -37,6 +40,14 @@ class Reference:
         self._frozen = self._copy()
 
     @property
-    def weights(self) -> dict[str, object] | None:
+    def weights(self) -> dict[str, Tensor] | None:
         """The frozen weights, for checkpoints of runs that refresh them; None with an adapter."""
         return None if self._frozen is None else dict(self._frozen.model.named_parameters())
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Make these weights, from `weights` of a checkpoint, the reference."""
+        own = self.weights
+        assert own is not None
+        for name, parameter in own.items():
+            parameter.copy_(weights[name])

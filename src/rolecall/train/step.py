@@ -8,6 +8,7 @@ counting. The step counts every term's denominator over all micro-batches and al
 does not depend on how the batch was cut into micro-batches or spread over ranks.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -88,26 +89,37 @@ class Updater:
         """Forward and backward over all micro-batches, then one optimiser step if everything is finite."""
         if not int(self._over_ranks(trained(batch).sum(), "sum")):
             return self._nothing(batch)
-        denominators = self._denominators(batch, loss)
-        tally = _Tally(batch, denominators, record=record)
+        tally = _Tally(batch, *self._denominators(batch, loss), record=record)
         parts = micro_batches(lengths_of(batch), token_budget=self.token_budget)
-        grad_norm, finite = self.descend(parts, lambda rows: self._micro_batch(batch, rows, loss, tally, temperature))
-        terms = self._over_ranks(torch.stack([tally.terms[name] for name in denominators]), "sum")
-        coefs = [tally.coefs.get(name, 0.0) for name in denominators]
+        total: dict[str, float] = {}
+
+        def is_finite() -> bool:
+            sums = self.all_sum(torch.stack(list(tally.terms.values()))).tolist()
+            total.update(zip(tally.terms, sums, strict=True))
+            return math.isfinite(sum(tally.coefs[name] * term for name, term in total.items()))
+
+        grad_norm, finite = self.descend(
+            parts, lambda rows: self._micro_batch(batch, rows, loss, tally, temperature), is_finite
+        )
         return StepResult(
-            terms=dict(zip(denominators, terms.tolist(), strict=True)),
-            loss=float(sum(coef * term for coef, term in zip(coefs, terms.tolist(), strict=True))),
-            grad_norm=float(grad_norm),
+            terms=total,
+            loss=sum(tally.coefs[name] * term for name, term in total.items()),
+            grad_norm=grad_norm,
             skipped=not finite,
             outputs=tally.outputs(),
             contributions=tally.contributions,
         )
 
-    def descend(self, parts: Sequence[Tensor], backward: Callable[[Tensor], None]) -> tuple[Tensor, bool]:
+    def descend(
+        self,
+        parts: Sequence[Tensor],
+        backward: Callable[[Tensor], None],
+        loss_is_finite: Callable[[], bool] = lambda: True,
+    ) -> tuple[float, bool]:
         """One optimiser step from the gradients that `backward` adds for the rows of each part.
 
         It is called with no rows where other ranks have more parts; gradients are exchanged in the last round. Returns
-        the gradient's norm before clipping, and whether it was finite: if not, no step was taken.
+        the gradient's norm before clipping, and whether it and the loss were finite: if not, no step was taken.
         """
         rounds = int(self._over_ranks(torch.tensor(float(len(parts))), "max"))
         self.optimizer.zero_grad(set_to_none=True)
@@ -116,8 +128,9 @@ class Updater:
             context = nullcontext() if i == rounds - 1 else self.accelerator.no_sync(self.module)
             with context:
                 backward(rows)
-        grad_norm = self._clip()
-        finite = bool(torch.isfinite(grad_norm))
+        loss_was_finite = loss_is_finite()
+        grad_norm = float(self._clip())
+        finite = loss_was_finite and math.isfinite(grad_norm)
         if finite:
             self.optimizer.step()
         return grad_norm, finite
@@ -127,25 +140,36 @@ class Updater:
         zeros = torch.zeros(batch.ids.shape)
         return StepResult(terms={}, loss=0.0, grad_norm=0.0, skipped=False, outputs=Outputs(zeros, zeros, None))
 
-    def _denominators(self, batch: Batch, loss: Loss) -> dict[str, Tensor]:
-        """Each term's denominator over all ranks, from its mask alone: the loss is asked with outputs of zeros."""
+    def _denominators(self, batch: Batch, loss: Loss) -> tuple[dict[str, Term], dict[str, Tensor]]:
+        """The terms, and each one's denominator over all ranks: the loss is asked with outputs of zeros."""
         zeros = torch.zeros(batch.ids.shape, device=batch.ids.device)
         with torch.no_grad():
-            terms = loss(Outputs(zeros, zeros, zeros), batch)
+            terms = dict(loss(Outputs(zeros, zeros, zeros), batch))
+        if not terms:
+            raise ValueError("the loss gave no terms; return at least one, such as {'policy': Term(...)}")
+        for name, term in terms.items():
+            if bool((term.mask & ~trained(batch)).any()):
+                raise ValueError(
+                    f"loss term {name!r} counts positions whose verdict is not TRAINED, for which the policy computes "
+                    "nothing; use `mask & trained(batch)`"
+                )
         local = torch.stack([denominator_of(term.mask, mode=term.mode) for term in terms.values()])
-        return dict(zip(terms, self.all_sum(local), strict=True))
+        return terms, dict(zip(terms, self.all_sum(local), strict=True))
 
     def _micro_batch(self, batch: Batch, rows: Tensor, loss: Loss, tally: "_Tally", temperature: float) -> None:
-        filler = not len(rows)
-        part = batch.rows(rows if not filler else slice(0, 1))
-        part = part.trimmed(max(2, int(lengths_of(part).max())))
-        wanted = trained(part) if not filler else torch.zeros_like(part.roles, dtype=torch.bool)
+        device = self.accelerator.device
+        if len(rows):
+            part = batch.rows(rows).to(device)
+            part = part.trimmed(max(2, int(lengths_of(part).max())))
+            ids, wanted = part.ids, trained(part)
+        else:  # a filler, so that all ranks make the same number of passes
+            ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+            wanted = torch.zeros_like(ids, dtype=torch.bool)
 
         def row_loss(outputs: Outputs, which: slice) -> Tensor:
             return tally.add(loss(outputs, part.rows(which)), outputs, rows[which])
 
-        device = self.accelerator.device
-        total, _ = self.module(part.ids.to(device), wanted.to(device), temperature=temperature, loss=row_loss)
+        total, _ = self.module(ids, wanted, temperature=temperature, loss=row_loss)
         # DDP averages gradients over ranks; the denominators already count them all.
         self.accelerator.backward(total * self.accelerator.num_processes)
 
@@ -174,10 +198,13 @@ class Updater:
 class _Tally:
     """Adds up terms as chunks of rows come by, and keeps what they were computed from."""
 
-    def __init__(self, batch: Batch, denominators: Mapping[str, Tensor], *, record: bool) -> None:
+    def __init__(
+        self, batch: Batch, terms: Mapping[str, Term], denominators: Mapping[str, Tensor], *, record: bool
+    ) -> None:
         self.denominators, self.record = denominators, record
+        self.coefs = {name: term.coef for name, term in terms.items()}
+        self._masks = {name: term.mask for name, term in terms.items()}
         self.terms = {name: torch.zeros((), dtype=torch.float64) for name in denominators}
-        self.coefs: dict[str, float] = {}
         shape = batch.ids.shape
         self._outputs: dict[str, Tensor] = {name: torch.zeros(shape) for name in Outputs._fields}
         self._has_values = False
@@ -191,12 +218,16 @@ class _Tally:
             )
         total: Any = 0.0
         for name, term in terms.items():
+            if not torch.equal(term.mask.cpu(), self._masks[name][rows, : term.mask.shape[1]].cpu()):
+                raise ValueError(
+                    f"the mask of loss term {name!r} changed between its denominator and its sum: it may depend on the "
+                    "batch, never on the outputs; to weigh positions by the outputs multiply the values instead"
+                )
             weights = position_weights(term.mask, mode=term.mode, denominator=self.denominators[name], norm=term.norm)
             values = torch.where(term.mask, term.values, 0)
             total = total + term.coef * (weights.to(values.dtype) * values).sum()
             detached = weights * values.detach().double()
-            self.terms[name] = self.terms[name] + detached.sum()
-            self.coefs[name] = term.coef
+            self.terms[name] = self.terms[name] + detached.sum().cpu()
             if self.record:
                 self.contributions[name][rows, : values.shape[1]] = (term.coef * detached).cpu()
         for name, tensor in zip(Outputs._fields, outputs, strict=True):

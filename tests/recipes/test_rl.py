@@ -1,0 +1,341 @@
+"""What a rollout is made of, what an update leaves behind, and that every preset learns."""
+
+import dataclasses
+
+import pytest
+import torch
+from learners import ROWS, STOP, learner_of, options_of, weights_of
+
+import rolecall
+from rolecall.maths.roles import Role, Verdict
+from rolecall.recipes.algorithms import need
+from rolecall.recipes.rl import engine_weights
+from rolecall.rollout.scripted import ScriptedEngine
+from rolecall.train.score import score
+from rolecall.train.step import Term, trained
+from rolecall.types import Finish
+
+A, B = ord("a"), ord("b")
+ANSWERS = [(A, STOP), (A, B, STOP), (B, B, B, B), (STOP,)]
+"""Ended, ended, cut off at 4 tokens, ended at once."""
+
+
+def script(request, sample):
+    return ANSWERS[sample]
+
+
+def small(preset="grpo", **settings):
+    settings = {"prompts": 2, "samples": 4, "sampling.max_new_tokens": 4, "optim.lr": 1e-3, **settings}
+    return options_of(preset, **settings)
+
+
+def count_a(sample):
+    return float(sample.completion.count("a")) / 4
+
+
+class Aborting(ScriptedEngine):
+    """Breaks off the second answer of every prompt."""
+
+    def stream(self, requests):
+        for c in super().stream(requests):
+            yield dataclasses.replace(c, finish=Finish.ABORT) if c.sample == 1 else c
+
+
+# -- rollouts ----------------------------------------------------------------------------------------------------
+
+
+def test_roles_and_verdicts_follow_from_how_an_answer_ended():
+    rollout = learner_of(small(), count_a, script=script).collect(0)
+    batch = rollout.batch
+    answers = [[Role(r).name for r in row[3:] if r != Role.PAD] for row in batch.roles[:4].tolist()]
+    assert answers == [["CONTENT", "STOP"], ["CONTENT", "CONTENT", "STOP"], ["CONTENT"] * 4, ["STOP"]]
+    assert [t.finish for t in rollout.trajectories[:4]] == [Finish.STOP, Finish.STOP, Finish.LENGTH, Finish.STOP]
+    assert batch.verdicts[0].tolist() == [Verdict.GIVEN] * 3 + [Verdict.TRAINED] * 2 + [Verdict.PADDING] * 2
+    assert rollout.answers[:4] == ["a", "ab", "bbbb", ""]
+    assert batch.groups.tolist() == [0] * 4 + [1] * 4
+
+
+def test_an_answer_that_was_broken_off_is_recorded_but_never_trained_or_compared():
+    learner = learner_of(small(), count_a, engine=Aborting(script, stop_ids=(STOP,)))
+    batch = learner.collect(0).batch
+    assert (batch.verdicts[1] == Verdict.BAD_RECORD).sum() == 3
+    assert batch.scores[1].isnan()
+    scores = torch.tensor([0.25, 0.0, 0.0])
+    expected = (scores - scores.mean()) / (scores.std() + 1e-4)
+    torch.testing.assert_close(
+        batch.advantages[[0, 2, 3]].amax(dim=1) + batch.advantages[[0, 2, 3]].amin(dim=1), expected
+    )
+
+
+def test_a_reward_that_failed_is_left_out_of_its_group_and_counted():
+    learner = learner_of(small(), lambda s: None if s.sample_index == 0 else count_a(s), script=script)
+    rollout = learner.collect(0)
+    batch = rollout.batch
+    assert (batch.verdicts[0] == Verdict.REWARD_FAILED).sum() == 2
+    assert not (batch.verdicts[0] == Verdict.TRAINED).any()
+    assert batch.scores[0].isnan()
+    scores = torch.tensor([0.25, 0.0, 0.0])
+    expected = (scores - scores.mean()) / (scores.std() + 1e-4)
+    assert batch.advantages[1, 3] == pytest.approx(expected[0].item(), rel=1e-5)
+    assert batch.advantages[2, 3] == pytest.approx(expected[1].item(), rel=1e-5)
+    learner.update(rollout)
+    assert learner.metrics()["rewards/failed"] == 0.25
+    assert learner.metrics()["reward"] == pytest.approx(0.25 / 3)
+    assert learner.metrics()["untrained_tokens/reward_failed"] == 4
+
+
+def test_all_rewards_failing_is_no_step_and_says_so():
+    learner = learner_of(small(), lambda s: None, script=script)
+    before = weights_of(learner)
+    learner.update(learner.collect(0))
+    assert all(torch.equal(before[name], p) for name, p in learner.module.named_parameters())
+    assert "no reward succeeded" in learner.explain()
+    assert "no position trained" in learner.explain()
+    assert learner.metrics()["optimizer_steps"] == 0
+
+
+def test_dropped_answers_leave_the_denominators():
+    options = small("reinforce", **{"samples": 4, "algorithm.drop_truncated": True, "algorithm.baseline": "none"})
+    learner = learner_of(options, lambda s: 1.0, script=script)
+    rollout = learner.collect(0)
+    assert (rollout.batch.verdicts[2, 3:] == Verdict.TRUNCATED).all()
+    (step,) = learner.update(rollout)
+    mask = trained(rollout.batch)
+    assert mask.sum() == 2 * (2 + 3 + 1)
+    mean = step.result.outputs.logprobs[mask].mean().item()
+    assert step.result.terms["policy"] == pytest.approx(-mean, rel=1e-5)
+
+
+def test_flat_groups_are_dropped_if_asked():
+    options = small(**{"algorithm.drop_flat": True})
+    learner = learner_of(options, lambda s: 1.0 if s.prompt_index == 0 else count_a(s), script=script)
+    batch = learner.collect(0).batch
+    assert not trained(batch)[:4].any()
+    assert (batch.verdicts[:4] == Verdict.FLAT_GROUP).sum() == 2 + 3 + 4 + 1
+    assert trained(batch)[4:].sum() == 10
+
+
+def test_a_minibatch_in_which_nothing_trains_is_passed_over():
+    options = small(**{"algorithm.drop_flat": True, "algorithm.minibatches": 8})
+    learner = learner_of(options, lambda s: 1.0 if s.prompt_index == 0 else count_a(s), script=script)
+    steps = learner.update(learner.collect(0))
+    made = [s.result for s in steps if s.result.terms]
+    assert len(steps) == 8
+    assert len(made) == 4
+    assert learner.metrics()["optimizer_steps"] == 4
+    assert learner.metrics()["loss/policy"] == pytest.approx(sum(r.terms["policy"] for r in made) / 4)
+
+
+def test_scores_are_clipped_and_penalised_as_asked():
+    options = small(
+        **{"algorithm.score_clip": 2.0, "algorithm.missing_stop_penalty": 0.5, "algorithm.overlong_buffer": 2}
+    )
+    batch = learner_of(options, lambda s: 5.0, script=script).collect(0).batch
+    assert batch.scores[:4].tolist() == [2.0, 1.5, 0.5, 2.0]
+
+
+# -- old log-probs, KL, values --------------------------------------------------------------------------------------
+
+
+def test_the_ratio_is_exactly_1_under_detach_and_close_to_it_under_recompute():
+    for source, limit in (("detach", 0.0), ("recompute", 1e-4), ("behaviour", 1e-4)):
+        learner = learner_of(small(**{"algorithm.old_logprobs": source}), count_a)
+        rollout = learner.collect(0)
+        (step,) = learner.update(rollout)
+        mask = trained(rollout.batch)
+        old = rollout.batch.old_logprobs
+        assert (old is None) == (source == "detach")
+        if old is not None:
+            assert (old - step.result.outputs.logprobs)[mask].abs().max() <= limit
+        if source == "behaviour":
+            assert old is rollout.batch.behaviour_logprobs
+        assert abs(learner.metrics()["policy/ratio"] - 1) <= limit
+        assert 0 < learner.metrics()["sampling/sampling_logp_difference/max"] < 1e-4, source
+
+
+def test_kl_in_the_reward_reaches_advantages_and_kl_in_the_loss_is_a_term():
+    for name in ("grpo", "reinforce", "ppo"):
+        settings = {"algorithm.kl_coef": 0.5, "algorithm.kl_kind": "k1", "samples": 4}
+        in_reward, in_loss = (
+            learner_of(small(name, **settings, **{"algorithm.kl_in": place}), count_a, script=script)
+            for place in ("reward", "loss")
+        )
+        for learner in (in_reward, in_loss):
+            with torch.no_grad():
+                for p in learner.policy.model.parameters():
+                    p.mul_(1.5)  # away from the reference
+        first, second = in_reward.collect(0), in_loss.collect(0)
+        eligible = in_reward.rule.eligible(first.batch.roles)
+        expected = need(first.batch.scores) - 0.5 * torch.where(eligible, first.kl, 0).sum(dim=1)
+        torch.testing.assert_close(need(first.batch.rewards).sum(dim=1), expected)
+        torch.testing.assert_close(need(second.batch.rewards).sum(dim=1), need(second.batch.scores))
+        assert first.kl.abs().max() > 0.01
+        assert not torch.allclose(need(first.batch.advantages), need(second.batch.advantages)), name
+        with_term = in_loss.update(second)[0].result.terms
+        assert "kl" in with_term
+        assert "kl" not in in_reward.update(first)[0].result.terms
+
+
+def test_kl_to_the_reference_is_0_on_the_first_step_and_steers_its_coefficient():
+    settings = {"algorithm.kl_coef": 0.1, "algorithm.kl_target": 1.0, "algorithm.kl_horizon": 16.0}
+    learner = learner_of(small(**settings), count_a)
+    learner.update(learner.collect(0))
+    assert abs(learner.metrics()["kl"]) < 1e-4
+    assert learner.metrics()["kl_coef"] == 0.1, "the one that was used"
+    assert learner.kl.coef == pytest.approx(0.1 * (1 - 0.2 * 8 / 16), rel=1e-5)
+    with torch.no_grad():
+        for p in learner.policy.model.parameters():
+            p.mul_(3.0)
+    learner.engine.load(engine_weights(learner.policy), 9)
+    learner.update(learner.collect(1))
+    assert learner.kl.coef > 0.09
+
+
+def test_the_moving_baseline_is_that_of_the_steps_before():
+    options = small("reinforce", **{"samples": 4, "algorithm.baseline": "ema"})
+    learner = learner_of(options, count_a, script=script)
+    first = learner.collect(0)
+    assert first.batch.advantages[0, 3] == pytest.approx(0.25)
+    learner.update(first)
+    assert learner.baseline.value == pytest.approx(0.125)
+    second = learner.collect(1)
+    assert second.batch.advantages[0, 3] == pytest.approx(0.125)
+
+
+def test_the_reference_is_refreshed_and_comes_back_from_a_checkpoint():
+    settings = {"algorithm.kl_coef": 0.1, "algorithm.reference_every": 2}
+    learner = learner_of(small(**settings), lambda s: float(s.sample_index), script=script)
+    name = "model.embed_tokens.weight"
+    start = learner.reference.weights[name].clone()
+    learner.update(learner.collect(0))
+    assert torch.equal(learner.reference.weights[name], start)
+    learner.update(learner.collect(1))
+    refreshed = learner.reference.weights[name].clone()
+    assert torch.equal(refreshed, learner.policy.model.get_parameter(name))
+    learner.update(learner.collect(2))
+    assert not torch.equal(refreshed, learner.policy.model.get_parameter(name))
+    other = learner_of(small(**settings), count_a, script=script)
+    other.load_state_dict(learner.state_dict())
+    assert torch.equal(other.reference.weights[name], refreshed)
+
+
+@pytest.mark.parametrize("critic", ["shared", "separate"])
+def test_values_behind_answers_that_were_cut_off_are_the_critics(critic):
+    options = small("ppo", **{"samples": 4, "algorithm.critic": critic, "algorithm.bootstrap_truncated": True})
+    learner = learner_of(options, count_a, script=script)
+    head = learner.module.value_head if critic == "shared" else learner.module.critic.head
+    torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(1))
+    batch = learner.collect(0).batch
+    cut_off = torch.tensor([False, False, True, False] * 2)
+    behind = learner._values_behind(batch, cut_off)
+    with torch.no_grad():
+        trunk = learner.policy.model.model if critic == "shared" else learner.module.critic.trunk
+        expected = head(trunk(input_ids=batch.ids[2:3]).last_hidden_state[0, 6])
+    assert behind[2].item() == pytest.approx(expected.item(), rel=1e-4)
+    assert behind[[0, 1, 3, 4, 5, 7]].tolist() == [0.0] * 6
+    # gamma = 1: the last return of a row that was cut off is its score plus what lies behind it, by lam its own value
+    last = batch.returns[2, 6].item()
+    assert last == pytest.approx(batch.rewards[2, 6].item() + behind[2].item(), rel=1e-4)
+    assert batch.returns[1, 5].item() == pytest.approx(batch.scores[1].item(), abs=1e-5), "V is 0 after a real end"
+
+
+def test_returns_come_from_raw_advantages():
+    options = small("ppo", **{"samples": 4, "algorithm.lam": 1.0})
+    learner = learner_of(options, count_a, script=script)
+    torch.nn.init.normal_(learner.module.value_head.weight, generator=torch.Generator().manual_seed(1))
+    batch = learner.collect(0).batch
+    mask = trained(batch)
+    torch.testing.assert_close(batch.returns[mask], batch.scores[:, None].expand_as(mask)[mask], rtol=1e-4, atol=1e-4)
+    kept = batch.advantages[mask]
+    assert abs(kept.mean()) < 1e-4
+    assert kept.std(correction=0) == pytest.approx(1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("critic", ["shared", "separate"])
+def test_a_critic_learns_a_constant_reward(critic):
+    options = small(
+        "ppo", **{"prompts": 2, "algorithm.critic": critic, "algorithm.value_clip": None, "algorithm.lam": 1.0}
+    )
+    learner = learner_of(options, lambda s: 1.0)
+    losses = []
+    for step in range(8):
+        learner.update(learner.collect(step))
+        losses.append(learner.metrics()["loss/value"])
+    assert losses[0] > 0.3
+    assert losses[-1] < 0.1 * losses[0]
+
+
+# -- a user's own algorithm ------------------------------------------------------------------------------------------
+
+
+def reward_letters(completions, **kwargs):
+    return [text.count("a") / 4 for text in completions]
+
+
+def test_advantage_and_loss_of_the_users_own(tmp_path):
+    seen = []
+
+    def advantage(batch):
+        seen.append("advantage")
+        return need(batch.scores) * 10
+
+    def loss(out, batch):
+        seen.append("loss")
+        values = -out.logprobs * need(batch.advantages)
+        return {"mine": Term(values=values, mask=trained(batch), mode="token-mean")}
+
+    run = rolecall.rl(
+        rows=ROWS, reward=reward_letters, advantage=advantage, loss=loss, out=str(tmp_path / "run"), quiet=True,
+        **{"steps": 1, "prompts": 2, "samples": 2, "sampling.max_new_tokens": 4},
+    )  # fmt: skip
+    assert {"advantage", "loss"} == set(seen)
+    assert "loss/mine" in run.metrics[0]
+    assert run.outcome.exit_code == 0
+
+
+# -- learning --------------------------------------------------------------------------------------------------------
+
+TASKS = {
+    "grpo": {"prompts": 4, "samples": 8, "optim.lr": 2e-3},
+    "reinforce": {"prompts": 4, "samples": 8, "optim.lr": 2e-3},
+    "ppo": {"prompts": 32},
+    "alpacafarm-ppo": {"prompts": 32, "optim.critic_lr": 3e-3},
+}
+
+
+def high_bytes(sample):
+    """The share of four tokens that are letters from a to z: about a tenth at first."""
+    return sum(A <= token <= A + 25 for token in sample.completion_ids) / 4
+
+
+def learned(preset, seed, *, sign=1.0, steps=25):
+    """The mean reward of the first and of the last three steps."""
+    settings = {"sampling.max_new_tokens": 4, "optim.lr": 1e-3, "seed": seed, "steps": steps, **TASKS[preset]}
+    learner = learner_of(options_of(preset, **settings), lambda s: sign * high_bytes(s))
+    rewards = []
+    for step in range(steps):
+        learner.update(learner.collect(step))
+        rewards.append(sign * learner.metrics()["reward"])
+    return sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("preset", TASKS)
+def test_every_preset_raises_its_reward(preset, seed):
+    before, after = learned(preset, seed)
+    assert before < 0.25
+    assert after > before + 0.4
+
+
+def test_a_flipped_sign_does_not_pass_for_learning():
+    before, after = learned("grpo", 0, sign=-1.0)
+    assert after < before + 0.1
+
+
+def test_scoring_does_not_depend_on_the_token_budget():
+    learner = learner_of(small(), count_a, script=script)
+    batch = learner.collect(0).batch
+    eligible = learner.rule.eligible(batch.roles)
+    whole, cut = (score(learner.module, batch, eligible, temperature=1.0, token_budget=budget) for budget in (1000, 6))
+    torch.testing.assert_close(whole.logprobs, cut.logprobs, rtol=0, atol=1e-5)
+    assert not whole.logprobs[~eligible].any()
