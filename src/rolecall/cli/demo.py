@@ -29,21 +29,19 @@ def run(options: DemoOptions) -> int:
 
 
 def _table(made: Demo) -> Table:
-    table = Table(title=f"held-out {TASK} problems, greedy answers", title_justify="left")
-    for column in ("run", "what it does", "right", "gain", "cut off", "time"):
+    table = Table(
+        title=f"right answers to {len(made.start.evaluation.answers)} held-out {TASK} problems", title_justify="left"
+    )
+    for column in ("run", "what it does", "greedy", "gain", "sampled", "gain", "time"):
         table.add_column(column, justify="left" if column in ("run", "what it does") else "right")
-    base = made.start.evaluation.numbers["accuracy"]
+    base = made.start.evaluation.numbers
     for stage in made.stages:
         numbers = stage.evaluation.numbers
-        gain = "" if stage is made.start else f"{100 * (numbers['accuracy'] - base):+.1f}"
-        table.add_row(
-            stage.name,
-            _ABOUT[stage.name],
-            f"{numbers['accuracy']:.1%}",
-            gain,
-            f"{numbers['clipped_ratio']:.1%}",
-            duration(stage.seconds),
-        )
+        cells = []
+        for name in ("accuracy", "avg@4"):
+            gain = "" if stage is made.start else f"{100 * (numbers[name] - base[name]):+.1f}"
+            cells += [f"{numbers[name]:.1%}", gain]
+        table.add_row(stage.name, _ABOUT[stage.name], *cells, duration(stage.seconds))
     judged = made.reward_model.evaluations[-1]
     table.caption = f"the reward model ranks {judged['eval_accuracy']:.1%} of held-out pairs right"
     return table
