@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from learners import ROWS, STOP, learner_of, options_of, weights_of
+from learners import ROWS, STOP, Plain, learner_of, options_of, weights_of
 
 import rolecall
+from rolecall.jobs import rl
 from rolecall.maths.roles import Role, Verdict
 from rolecall.recipes.algorithms import need
 from rolecall.recipes.rl import engine_weights
@@ -268,11 +269,8 @@ def test_a_critic_learns_a_constant_reward(critic):
 # -- a user's own algorithm ------------------------------------------------------------------------------------------
 
 
-def reward_letters(completions, **kwargs):
-    return [text.count("a") / 4 for text in completions]
-
-
-def test_advantage_and_loss_of_the_users_own(tmp_path):
+def test_advantage_and_loss_of_the_users_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(rl, "open_reward", lambda *args, **kwargs: Plain(count_a))  # a pool takes seconds to start
     seen = []
 
     def advantage(batch):
@@ -285,7 +283,7 @@ def test_advantage_and_loss_of_the_users_own(tmp_path):
         return {"mine": Term(values=values, mask=trained(batch), mode="token-mean")}
 
     run = rolecall.rl(
-        rows=ROWS, reward=reward_letters, advantage=advantage, loss=loss, out=str(tmp_path / "run"), quiet=True,
+        rows=ROWS, reward=count_a, advantage=advantage, loss=loss, out=str(tmp_path / "run"), quiet=True,
         **{"steps": 1, "prompts": 2, "samples": 2, "sampling.max_new_tokens": 4},
     )  # fmt: skip
     assert {"advantage", "loss"} == set(seen)

@@ -154,19 +154,17 @@ def _locked(path: Path, *, resume: bool) -> RunLock:
 
 
 def _check_use(path: Path, *, resume: bool, overwrite: bool) -> None:
-    entries = sorted(child.name for child in path.iterdir() if child.name != LOCK and not _is_void(child))
+    entries = sorted(child.name for child in path.iterdir() if child.name != LOCK and TMP_MARK not in child.name)
     if resume and not entries:
         raise RunDirError(f"there is no run to resume in {path}")
     if overwrite and entries and not set(entries) & set(_LAYOUT):
         raise RunDirError(f"{path} holds {entries[0]!r} but no run, so it is not overwritten; choose another run name")
-    if entries and not (resume or overwrite):
+    if not all(_is_void(path / name) for name in entries) and not (resume or overwrite):
         raise RunDirError(f"{path} is not empty; resume it, overwrite it, or choose another run name")
 
 
 def _is_void(child: Path) -> bool:
-    """Unfinished, or empty: what a start that failed before its first step leaves."""
-    if TMP_MARK in child.name:
-        return True
+    """An empty part of a run: what a start that failed before its first step leaves."""
     if child.name not in _LAYOUT or child.is_symlink():
         return False
     return not any(child.iterdir()) if child.is_dir() else child.stat().st_size == 0

@@ -1,0 +1,224 @@
+"""A run that is interrupted and resumed is, byte for byte, the run that was not."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from resume_driver import ROWS, STEPS, Letters, differing, options, promised, reward
+
+import rolecall
+from rolecall.errors import UserError
+from rolecall.jobs import rl
+from rolecall.train.exit_codes import ExitCode
+
+DRIVER = Path(__file__).with_name("resume_driver.py")
+
+
+def interrupted(kind: str, place: Path, *, seed: int, saves: int, terms: int) -> dict:
+    command = [sys.executable, str(DRIVER), "interrupt", kind, str(place), str(seed), str(saves), str(terms)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def check(result: dict, *, saves: int) -> None:
+    assert result["differing"], "at least the last one ran to its end"
+    assert all(files == [] for files in result["differing"]), result
+    inside = [how for how in result["ended"] if how.startswith("save:-9")]
+    assert len(inside) >= saves, result
+    assert sum("unfinished" in how for how in inside) >= saves // 2, "kills left unfinished checkpoints"
+    assert not any(how.split(":")[1] not in ("0", "-9", "143", "-15") for how in result["ended"]), result
+
+
+def test_grpo_killed_in_saves_and_between_them_ends_with_the_same_bytes(tmp_path):
+    result = interrupted("grpo", tmp_path, seed=3, saves=9, terms=4)
+    check(result, saves=7)
+    assert any(how.startswith("TERM:143") for how in result["ended"])
+
+
+def test_ppo_with_its_own_critic_killed_in_saves_ends_with_the_same_bytes(tmp_path):
+    check(interrupted("ppo", tmp_path, seed=5, saves=5, terms=2), saves=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_many_interruptions(tmp_path, kind, seed):
+    check(interrupted(kind, tmp_path, seed=seed, saves=40, terms=20), saves=30)
+
+
+@pytest.fixture(autouse=True)
+def letters(monkeypatch):
+    """The reward in this process."""
+    monkeypatch.setattr(rl, "open_reward", lambda *args, **kwargs: Letters())
+
+
+def run(kind, out, *, rows=ROWS, **more):
+    return rl.run(options(kind, out, **more), rows=rows, rewards=[reward])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A GRPO run of two steps, to copy."""
+    place = tmp_path_factory.mktemp("finished") / "run"
+    before, rl.open_reward = rl.open_reward, lambda *args, **kwargs: Letters()
+    try:
+        assert run("grpo", place, steps=2).outcome.exit_code == 0
+    finally:
+        rl.open_reward = before
+    return place
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def test_the_same_command_twice_writes_the_same_bytes_and_another_seed_does_not(finished, tmp_path):
+    run("grpo", tmp_path / "again", steps=2)
+    assert differing(finished, tmp_path / "again") == []
+    run("grpo", tmp_path / "other", steps=2, seed=1)
+    found = differing(finished, tmp_path / "other")
+    assert {"model/model.safetensors", "metrics.jsonl"} <= set(found)
+    assert any(name.endswith("trainer.safetensors") for name in found)
+
+
+def test_the_runs_learn_something(finished):
+    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    assert all(line["grad_norm"] > 1e-3 and line["optimizer_steps"] == 4 for line in lines)
+    moments = [name for name in promised(finished) if name.endswith("trainer.safetensors")]
+    assert moments
+
+
+def test_steps_can_be_added_to_a_finished_run(copied, tmp_path):
+    more = run("grpo", copied, steps=2, extend=2, resume=True)
+    assert [line["step"] for line in more.metrics] == [1, 2, 3, 4]
+    run("grpo", tmp_path / "whole", steps=4)
+    assert [n for n in differing(copied, tmp_path / "whole") if not n.endswith("manifest.json")] == []
+    about = json.loads((copied / "run.json").read_text())
+    assert about["resumed"] == [{"step": 2, "changed": [["steps", 2, 4]], "bit_exact": True}]
+    assert json.loads((copied / "config.json").read_text())["steps"] == 4
+
+
+def test_steps_can_be_added_on_the_command_line(copied):
+    from rolecall.config.resume import with_plus
+
+    assert with_plus(["--resume", "--steps", "+2"]) == ["--resume", "--extend", "2"]
+    assert with_plus(["--steps=+2"]) == ["--extend", "2"]
+
+
+def test_more_steps_under_a_falling_learning_rate_are_not_bit_exact(copied):
+    run("grpo", copied, steps=3, resume=True, **{"optim.schedule": "linear"})
+    (about,) = json.loads((copied / "run.json").read_text())["resumed"]
+    assert not about["bit_exact"]
+
+
+def test_changed_settings_are_named_used_and_recorded(copied, caplog):
+    run("grpo", copied, steps=3, resume=True, **{"optim.lr": 5e-4, "optim.beta1": 0.5, "save.every": 2})
+    assert "optim.lr changed from 0.001 to 0.0005" in caplog.text
+    assert "save.every" not in caplog.text
+    (about,) = json.loads((copied / "run.json").read_text())["resumed"]
+    assert not about["bit_exact"]
+    assert ["optim.lr", 0.001, 0.0005] in about["changed"]
+    last = json.loads((copied / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["step"], last["learning_rate"]) == (3, 5e-4)
+    state = json.loads((copied / "checkpoints" / "step-000003" / "trainer.json").read_text())["state"]
+    assert state["optimizer"]["param_groups"][0]["betas"] == {"$tuple": [0.5, 0.999]}
+
+
+def test_the_checkpoint_of_another_model_is_refused_with_the_field_that_differs(copied):
+    with pytest.raises(UserError, match=r"is of another model: value_head.weight is absent there and \(1, 128\) here"):
+        run("ppo", copied, steps=3, resume=True, **{"algorithm.critic": "shared"})
+
+
+def test_a_critic_that_the_run_no_longer_has_is_refused(tmp_path):
+    run("ppo", tmp_path / "run", steps=1)
+    with pytest.raises(UserError, match=r"critic\.\S+ is \(.*\) there and absent here"):
+        run("grpo", tmp_path / "run", steps=2, resume=True)
+
+
+def test_a_damaged_last_checkpoint_is_named_and_the_one_before_it_used(copied, finished, caplog):
+    weights = copied / "checkpoints" / "step-000002" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    run("grpo", copied, steps=2, resume=True)
+    assert "step-000002" in caplog.text
+    assert (copied / "checkpoints" / "step-000002.corrupt").is_dir()
+    assert json.loads((copied / "run.json").read_text())["resumed"][0]["step"] == 1
+    assert differing(copied, finished) == []
+
+
+def test_a_run_without_a_checkpoint_begins_again(copied, finished, caplog):
+    shutil.rmtree(copied / "checkpoints")
+    run("grpo", copied, steps=2, resume=True)
+    assert "begins again" in caplog.text
+    assert differing(copied, finished) == []
+
+
+def test_a_finished_run_stays_what_it_is_when_resumed(copied, finished):
+    assert run("grpo", copied, steps=2, resume=True).outcome.step == 2
+    assert differing(copied, finished) == []
+
+
+def test_a_run_that_is_there_is_not_written_over(copied):
+    with pytest.raises(UserError, match="not empty"):
+        run("grpo", copied, steps=2)
+
+
+def test_a_start_that_failed_does_not_block_the_next(tmp_path):
+    with pytest.raises(UserError):
+        rolecall.rl(rows="no-such-task", out=str(tmp_path / "run"), quiet=True)
+    assert run("grpo", tmp_path / "run", steps=1).outcome.exit_code == 0
+
+
+def test_rows_from_python_are_asked_for_again(copied):
+    with pytest.raises(UserError, match="came from Python"):
+        rolecall.rl(out=str(copied), resume=True, quiet=True)
+
+
+def test_other_rows_are_named(copied, caplog):
+    run("grpo", copied, steps=3, resume=True, rows=ROWS[:4])
+    assert "rows changed from" in caplog.text
+    assert "5 rows" in caplog.text
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_says_how_to_go_on_and_has_its_exit_code(tmp_path, number, code, capfd, monkeypatch):
+    from rolecall.cli.train import _finish
+
+    class Stopping(Letters):
+        calls = 0
+
+        def score(self, samples, *, state=None):
+            self.calls += 1
+            if self.calls == 2:
+                os.kill(os.getpid(), number)
+            return super().score(samples, state=state)
+
+    stopping = Stopping()
+    monkeypatch.setattr(rl, "open_reward", lambda *args, **kwargs: stopping)
+    stopped = run("grpo", tmp_path / "run", steps=STEPS)
+    assert stopped.outcome.exit_code == ExitCode(code)
+    assert stopped.outcome.step == 2
+    assert not (tmp_path / "run" / "model").exists()
+    assert _finish(stopped, "rl", quiet=True) == code
+    assert f"go on with: rolecall rl --out {tmp_path / 'run'} --resume" in capfd.readouterr().err
+    monkeypatch.setattr(rl, "open_reward", lambda *args, **kwargs: Letters())
+    run("grpo", tmp_path / "run", steps=3, resume=True)
+    run("grpo", tmp_path / "whole", steps=3)
+    assert [n for n in differing(tmp_path / "run", tmp_path / "whole") if not n.endswith("manifest.json")] == []
+
+
+def test_weights_in_a_checkpoint_are_those_of_the_model(finished):
+    from safetensors.torch import load_file
+
+    last = load_file(finished / "checkpoints" / "step-000002" / "model.safetensors")
+    final = load_file(finished / "model" / "model.safetensors")
+    assert last.keys() == final.keys()
+    assert all(torch.equal(last[name], final[name]) for name in last)

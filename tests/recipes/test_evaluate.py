@@ -1,0 +1,105 @@
+"""Evaluations count what they say, repeat themselves, and leave no trace in training."""
+
+import pytest
+import torch
+from learners import ROWS, STOP, Plain
+
+from rolecall.config.parts import ChatOptions
+from rolecall.policy.load import load
+from rolecall.policy.model import PolicyModel
+from rolecall.recipes.evaluate import Evaluator
+from rolecall.rollout.native import NativeEngine
+from rolecall.rollout.scripted import ScriptedEngine
+from rolecall.tasks.rows import ListRows
+from rolecall.train.reference import Reference
+from rolecall.types import Sampling
+
+A, B = ord("a"), ord("b")
+
+
+def evaluator(reward, *, engine=None, script=None, samples=1, policy=None, **more):
+    policy = policy or load("tiny")
+    engine = engine or ScriptedEngine(script, stop_ids=(STOP,))
+    return Evaluator(
+        policy=policy,
+        engine=engine,
+        reward=reward,
+        rows=ListRows(ROWS),
+        sampling=Sampling(max_new_tokens=4),
+        chat=ChatOptions(),
+        samples=samples,
+        **more,
+    )
+
+
+def native(policy):
+    return NativeEngine(policy.model, policy.tokenizer, stop_ids=policy.stop_ids, context_length=policy.context_length)
+
+
+def test_the_numbers_of_greedy_answers():
+    answers = [(A, STOP), (A, A, STOP), (B, B, B, B), (STOP,)]
+    scores = {"a": 1.0, "aa": 0.5, "bbbb": None, "": 0.0}
+    found = evaluator(
+        Plain(lambda s: scores[s.completion]), script=lambda request, sample: answers[request.prompt]
+    ).run()
+    assert found.answers == list(scores)
+    assert found.scores == list(scores.values())
+    assert found.numbers == {
+        "reward": 0.5,
+        "accuracy": 0.25,
+        "mean_length": (2 + 3 + 4 + 1) / 4,
+        "clipped_ratio": 0.25,
+        "failed": 0.25,
+    }
+
+
+def test_without_any_score_there_is_no_reward():
+    numbers = evaluator(Plain(lambda s: None), script=lambda request, sample: (A, STOP)).run().numbers
+    assert "reward" not in numbers
+    assert numbers["failed"] == 1.0
+
+
+def test_avg_and_pass_at_k_count_over_samples():
+    def script(request, sample):
+        return (A, STOP) if sample < request.prompt else (B, STOP)
+
+    numbers = evaluator(Plain(lambda s: float(s.completion == "a")), script=script, samples=4)(0)
+    assert numbers["avg@4"] == (0 + 1 + 2 + 3) / 16
+    assert numbers["pass@4"] == 3 / 4
+    assert numbers["accuracy"] == 3 / 4, "greedy: sample 0 alone"
+
+
+def test_kl_is_that_of_the_samples_against_the_reference():
+    def script(request, sample):
+        return (A, B, STOP)
+
+    policy = load("tiny")
+    reference = Reference(PolicyModel(policy.model))
+    found = evaluator(Plain(lambda s: 1.0), script=script, samples=2, policy=policy, reference=reference)(0)["kl"]
+    total = 0.0
+    with torch.no_grad():
+        for row in ROWS:
+            ids = torch.tensor([[*policy.tokenizer(row["prompt"])["input_ids"], A, B, STOP]])
+            logprobs = policy.model(input_ids=ids).logits.log_softmax(-1)[0, :-1]
+            total += (-1.0 - logprobs.gather(-1, ids[0, 1:, None])[-3:, 0]).sum().item()  # the script says -1 each
+    assert found == pytest.approx(total / len(ROWS), rel=1e-4)
+
+
+def test_evaluating_twice_gives_the_same_and_other_weights_something_else():
+    policy = load("tiny")
+    engine = native(policy)
+    reward = Plain(lambda s: sum(s.completion_ids) / 1000)
+    evaluate = evaluator(reward, engine=engine, policy=policy, samples=3)
+    first = evaluate.run()
+    assert evaluate.run() == first
+    with torch.no_grad():
+        weight = policy.model.get_input_embeddings().weight
+        weight.copy_(weight.roll(1, 0))
+    engine.load({name: p.detach() for name, p in policy.model.named_parameters()}, 1)
+    assert evaluate.run() != first
+
+
+def test_what_an_evaluation_logs_does_not_reach_the_next_training_step():
+    reward = Plain(lambda s: 1.0)
+    evaluator(reward, script=lambda request, sample: (A, STOP), samples=2)(0)
+    assert reward.taken == 2, "once for greedy answers, once for samples"

@@ -1,0 +1,209 @@
+"""When the loop evaluates, saves and ends, with a learner that only counts."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rolecall.files import DiskError
+from rolecall.train.checkpoint import latest
+from rolecall.train.exit_codes import ExitCode
+from rolecall.train.loop import Loop, LoopOptions
+from rolecall.train.persist import NotFinite
+from rolecall.train.progress import Quiet
+from rolecall.train.rundir import RunDir
+from rolecall.train.timing import Timer
+
+
+class Counting:
+    """A learner that counts its steps; `bad` are the steps (from 1) whose gradient is not finite."""
+
+    def __init__(self, bad=(), on_step=lambda step: None):
+        self.bad, self.on_step, self.done = bad, on_step, 0
+
+    def collect(self, step):
+        return step
+
+    def update(self, step):
+        self.done = step + 1
+        self.on_step(self.done)
+
+    def metrics(self):
+        return {"loss": 1.0 / self.done, "skipped": float(self.done in self.bad)}
+
+    def explain(self):
+        return "counted"
+
+    def state_dict(self):
+        return {"done": self.done}
+
+    def load_state_dict(self, state):
+        self.done = state["done"]
+
+
+class Telling(Quiet):
+    def __init__(self):
+        self.said = []
+
+    def say(self, text):
+        self.said.append(text)
+
+
+def looped(tmp_path, learner=None, *, write=None, scores=None, start=0, **options):
+    """(outcome, what was said, lines of metrics.jsonl, names of checkpoints)."""
+    learner, telling = learner or Counting(), Telling()
+    settings = {"steps": 6, "save_every": 2, "keep": 2, "eval_every": 0, "main": "reward", **options}
+
+    def plain(directory: Path, extra):
+        (directory / "state.json").write_text(json.dumps([extra, learner.state_dict()]))
+
+    with RunDir(tmp_path, "run", resume=(tmp_path / "run").exists()) as run:
+        loop = Loop(
+            learner,
+            LoopOptions(**settings),
+            run=run,
+            config={"steps": settings["steps"]},
+            write=write or plain,
+            evaluate=None if scores is None else lambda step: {"reward": scores[step]},
+            progress=telling,
+            timer=Timer(),
+        )
+        outcome = loop.go(start=start, title="test")
+        lines = [json.loads(line) for line in run.metrics.path.read_text().splitlines()]
+        saved = sorted(path.name for path in run.checkpoints.iterdir())
+    return outcome, telling.said, lines, saved
+
+
+def test_a_line_per_step_and_the_last_checkpoints_stay(tmp_path):
+    outcome, _, lines, saved = looped(tmp_path)
+    assert (outcome.exit_code, outcome.step) == (ExitCode.DONE, 6)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert lines[3] == {"step": 4, "loss": 0.25, "skipped": 0.0}
+    assert saved == ["step-000004", "step-000006"]
+
+
+def test_save_every_0_saves_at_the_end_alone(tmp_path):
+    assert looped(tmp_path, save_every=0, steps=5)[3] == ["step-000005"]
+
+
+def test_evaluations_come_before_the_first_step_on_time_and_at_the_end(tmp_path):
+    scores = {0: 0.1, 2: 0.2, 4: 0.1, 5: 0.1}
+    outcome, said, lines, _ = looped(tmp_path, scores=scores, eval_every=2, steps=5)
+    found = {line["step"]: line["eval_reward"] for line in lines if "eval_reward" in line}
+    assert found == scores
+    assert [line["step"] for line in lines] == [0, 1, 2, 2, 3, 4, 4, 5, 5]
+    assert (outcome.best, outcome.best_step) == (0.2, 2)
+    assert len(said) == 4 + 1
+
+
+def test_the_best_checkpoint_is_saved_at_once_and_never_removed(tmp_path):
+    scores = {0: 0.9, 3: 0.8, 6: 0.1, 9: 0.3, 12: 0.7}
+    outcome, _, _, saved = looped(tmp_path, scores=scores, eval_every=3, steps=12, save_every=2)
+    assert saved == ["step-000003", "step-000010", "step-000012"]
+    assert outcome.best_step == 3, "step 0 has no checkpoint and so is not the best"
+
+
+def test_a_score_that_is_not_a_number_is_never_the_best(tmp_path):
+    scores = {0: float("nan"), 2: float("nan"), 4: 0.5, 6: 0.4}
+    assert looped(tmp_path, scores=scores, eval_every=2)[0].best_step == 4
+
+
+def test_reaching_the_goal_ends_the_run_with_a_checkpoint(tmp_path):
+    scores = {0: 0.1, 2: 0.2, 4: 0.9, 6: 0.1}
+    outcome, _, lines, saved = looped(tmp_path, scores=scores, eval_every=2, stop_at=0.85, save_every=0)
+    assert (outcome.exit_code, outcome.step) == (ExitCode.DONE, 4)
+    assert lines[-1]["step"] == 4
+    assert saved[-1] == "step-000004"
+
+
+def test_three_bad_steps_in_a_row_end_the_run_and_keep_the_last_good_checkpoint(tmp_path):
+    outcome, _, lines, saved = looped(tmp_path, Counting(bad=(5, 6, 7)), steps=10, save_every=4)
+    assert (outcome.exit_code, outcome.step) == (ExitCode.DIVERGED, 7)
+    assert "step 4" in outcome.reason
+    assert saved == ["step-000004"]
+    assert lines[-1]["skipped"] == 1.0
+
+
+def test_bad_steps_with_good_ones_between_them_do_not_end_the_run(tmp_path):
+    assert looped(tmp_path, Counting(bad=(1, 2, 4, 5)), steps=6)[0].exit_code == ExitCode.DONE
+
+
+def test_the_count_of_bad_steps_survives_a_resume(tmp_path):
+    loop = Loop(
+        Counting(),
+        LoopOptions(steps=1, save_every=1, keep=2, eval_every=0, main="reward"),
+        run=None, config={}, write=lambda d, e: None, evaluate=None, progress=Quiet(), timer=Timer(),
+    )  # fmt: skip
+    loop.load_state_dict({"best": 0.5, "best_step": 3, "bad": 2})
+    assert loop.state_dict() == {"best": 0.5, "best_step": 3, "bad": 2}
+
+
+def test_weights_that_are_not_finite_are_not_saved_and_end_the_run_as_diverged(tmp_path):
+    def write(directory, extra):
+        if extra["step"] == 4:
+            raise NotFinite("model.weight is not finite")
+        (directory / "state.json").write_text("{}")
+
+    outcome, _, _, saved = looped(tmp_path, write=write)
+    assert (outcome.exit_code, outcome.step) == (ExitCode.DIVERGED, 4)
+    assert "model.weight" in outcome.reason
+    assert "step 2" in outcome.reason
+    assert saved == ["step-000002"]
+
+
+def full(steps):
+    def write(directory, extra):
+        if extra["step"] in steps:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
+        (directory / "state.json").write_text("{}")
+
+    return write
+
+
+def test_a_full_disk_is_said_and_three_in_a_row_end_the_run_with_74(tmp_path):
+    outcome, said, lines, saved = looped(tmp_path, write=full({4, 6, 8, 10}), steps=12)
+    assert (outcome.exit_code, outcome.step) == (ExitCode.DISK, 8)
+    assert sum("was not written" in text for text in said) == 3
+    assert saved == ["step-000002"]
+    assert lines[-1]["step"] == 8
+
+
+def test_failures_with_a_save_between_them_do_not_end_the_run(tmp_path):
+    outcome, said, _, saved = looped(tmp_path, write=full({2, 4, 8}), steps=10)
+    assert outcome.exit_code == ExitCode.DONE
+    assert sum("was not written" in text for text in said) == 3
+    assert saved == ["step-000006", "step-000010"]
+
+
+def test_a_run_whose_last_checkpoint_was_not_written_is_not_done(tmp_path):
+    outcome, _, _, saved = looped(tmp_path, write=full({6}))
+    assert outcome.exit_code == ExitCode.DISK
+    assert saved == ["step-000002", "step-000004"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(2, ExitCode.INTERRUPTED), (15, ExitCode.TERMINATED)])
+def test_a_signal_ends_the_run_after_the_step_with_everything_saved(tmp_path, number, code, capfd):
+    learner = Counting(on_step=lambda step: os.kill(os.getpid(), number) if step == 3 else None)
+    outcome, _, lines, saved = looped(tmp_path, learner, save_every=0)
+    assert (outcome.exit_code, outcome.step) == (code, 3)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert saved == ["step-000003"]
+    assert "saving" in capfd.readouterr().err
+    assert latest(tmp_path / "run" / "checkpoints").step == 3
+
+
+def test_a_signal_on_a_full_disk_does_not_claim_that_all_is_saved(tmp_path):
+    learner = Counting(on_step=lambda step: os.kill(os.getpid(), 15) if step == 3 else None)
+    outcome, *_ = looped(tmp_path, learner, write=full({3}))
+    assert outcome.exit_code == ExitCode.DISK
+    assert "everything is saved" not in outcome.reason
+
+
+def test_a_disk_error_outside_saving_is_not_swallowed(tmp_path):
+    def broken(step):
+        raise DiskError("gone", path=tmp_path)
+
+    with pytest.raises(DiskError):
+        looped(tmp_path, Counting(on_step=broken))
