@@ -33,9 +33,8 @@ def rl(options: Any) -> int:
 
 def display(*, quiet: bool) -> Progress:
     """Bars on a terminal, plain lines elsewhere, nothing if quiet; warnings are shown either way."""
-    logging.basicConfig(level=logging.WARNING if quiet else logging.INFO, format="%(message)s", stream=sys.stderr)
-    for noisy in ("accelerate", "transformers", "huggingface_hub", "httpx", "torch"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("rolecall").setLevel(logging.WARNING if quiet else logging.INFO)
     if quiet:
         return Quiet()
     return Bars() if sys.stderr.isatty() else Lines()

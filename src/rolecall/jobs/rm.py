@@ -1,8 +1,10 @@
 """`rolecall rm`: train a reward model on preferences."""
 
 import logging
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from accelerate import Accelerator
 from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.config.rm import RMOptions
+from rolecall.jobs.data import check_named, label
 from rolecall.jobs.running import Built, Run, execute, loop_options, model_directory
 from rolecall.recipes.reward_model import (
     RewardModelLearner,
@@ -33,25 +36,42 @@ from rolecall.train.timing import Timer
 _log = logging.getLogger("rolecall")
 
 
-def rm(*, progress: Progress | None = None, **settings: Any) -> Run:
+def rm(
+    *, rows: str | Sequence[Mapping[str, Any]] | None = None, progress: Progress | None = None, **settings: Any
+) -> Run:
     """Train a reward model: `rm(model="runs/sft-1", rows="preferences.jsonl", steps=200)`.
 
-    Settings are those of `rolecall rm`, nested or dotted.
+    `rows` may be a list of dicts. All other settings are those of `rolecall rm`, nested or dotted.
     """
+    given = None if rows is None or isinstance(rows, str) else rows
+    if rows is not None:
+        settings["rows"] = rows if isinstance(rows, str) else label(rows)
     saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
-    return run(resolve(RMOptions, [("config.json", saved), ("the call", settings)]).options, progress=progress)
+    options = resolve(RMOptions, [("config.json", saved), ("the call", settings)]).options
+    return run(options, rows=given, progress=progress)
 
 
-def run(options: RMOptions, *, progress: Progress | None = None) -> Run:
-    """Run from options."""
-    return execute("rm", options, _build, progress=progress)
+def run(
+    options: RMOptions, *, rows: Sequence[Mapping[str, Any]] | None = None, progress: Progress | None = None
+) -> Run:
+    """Run from options; rows that are objects take the place of the named ones."""
+    return execute("rm", options, partial(_build, rows=rows), progress=progress)
 
 
-def _build(options: RMOptions, accelerator: Accelerator, timer: Timer, stack: ExitStack) -> Built:
+def _build(
+    options: RMOptions,
+    accelerator: Accelerator,
+    timer: Timer,
+    stack: ExitStack,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None,
+) -> Built:
     options = replace(options, model=model_directory(options.model))
     budget = options.optim.token_budget
     model = start_model(options)
-    train, held_out = preferences(options)
+    if rows is None:
+        check_named("rows", options.rows)
+    train, held_out = preferences(options, rows)
     pairs = make_pairs(model, train, chat=options.chat, max_length=options.max_length)
     if pairs.too_long or pairs.same:
         _log.warning("%s", pairs.in_words())

@@ -28,7 +28,7 @@ from rolecall.rewards.model import RewardSettings, encode_answer, score_ids, wri
 from rolecall.tasks.builtin import preference_rows
 from rolecall.tasks.kinds import kind_of, record
 from rolecall.tasks.names import resolve
-from rolecall.tasks.rows import RowError, Rows, split
+from rolecall.tasks.rows import ListRows, RowError, Rows, split
 from rolecall.train.data import RowOrder
 from rolecall.train.manifest import RefusedCheckpointError
 from rolecall.train.metrics import Meter
@@ -85,9 +85,12 @@ def start_model(options: RMOptions) -> RewardModel:
     )
 
 
-def preferences(options: RMOptions) -> tuple[Rows, Rows | None]:
-    """(rows to train on, rows held out); the latter are None if the run never evaluates."""
-    source = resolve(options.rows)
+def preferences(options: RMOptions, given: Sequence[Mapping[str, Any]] | None = None) -> tuple[Rows, Rows | None]:
+    """(rows to train on, rows held out); the latter are None if the run never evaluates.
+
+    `given` rows take the place of the named ones.
+    """
+    source: Any = resolve(options.rows) if given is None else ListRows(given)
     evaluates = options.eval.every > 0
     if not hasattr(source, "columns"):
         held_out = preference_rows(source, "test", n=options.eval.rows, seed=options.seed) if evaluates else None
