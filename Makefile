@@ -27,7 +27,7 @@ $(STAMPS)/mutate: $(STAMPS)/dev
 setup: $(STAMPS)/dev  ## the environment in .venv
 
 test: $(STAMPS)/dev  ## the default test suite
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-slow: $(STAMPS)/dev  ## tests that take minutes or a downloaded model
 	$(BIN)/pytest -m slow --timeout=3000

@@ -11,9 +11,9 @@ from rolecall.jobs.demo import TASK, Demo, demo
 from rolecall.train.progress import duration
 
 _ABOUT = {
-    "sft": "imitate demonstrations",
-    "ppo": "PPO against the reward model",
-    "grpo": "GRPO against the exact verifier",
+    "sft": "imitation",
+    "ppo": "reward model",
+    "grpo": "exact verifier",
 }
 
 
@@ -32,8 +32,8 @@ def _table(made: Demo) -> Table:
     table = Table(
         title=f"right answers to {len(made.start.evaluation.answers)} held-out {TASK} problems", title_justify="left"
     )
-    for column in ("run", "what it does", "greedy", "gain", "sampled", "gain", "time"):
-        table.add_column(column, justify="left" if column in ("run", "what it does") else "right")
+    for column in ("run", "learns from", "greedy", "gain", "sampled", "gain", "time"):
+        table.add_column(column, justify="left" if column in ("run", "learns from") else "right")
     base = made.start.evaluation.numbers
     for stage in made.stages:
         numbers = stage.evaluation.numbers

@@ -1,7 +1,7 @@
 """`rolecall demo`: the whole pipeline on the built-in model and task.
 
-SFT on demonstrations, a reward model on preferences, PPO against that reward model, and GRPO against the exact verifier
-from the same start. All four are ordinary runs; nothing here can do what the other commands cannot.
+SFT on a few demonstrations, a reward model on preferences between the right answer and the SFT model's own mistakes, PPO
+against that reward model, and GRPO against the exact verifier from the same start. All four are ordinary runs; nothing here can do what the other commands cannot.
 """
 
 import time
@@ -11,9 +11,10 @@ from typing import Any
 
 from rolecall.errors import UserError
 from rolecall.jobs.eval import eval as evaluate
+from rolecall.jobs.generate import generate
 from rolecall.jobs.rl import rl
 from rolecall.jobs.rm import rm
-from rolecall.jobs.running import Run
+from rolecall.jobs.running import Run, model_directory
 from rolecall.jobs.sft import sft
 from rolecall.recipes.evaluate import Evaluation
 from rolecall.tasks.builtin import demonstrations
@@ -24,6 +25,8 @@ from rolecall.train.progress import Lines, Progress, Quiet
 TASK = "sorting"
 _ROWS = 400
 """Held-out problems that every model is asked."""
+_ASKED = 3000
+"""Problems whose wrong answers become preference pairs."""
 _DEMONSTRATIONS = 96
 """So few that imitation alone gets about half of the problems right."""
 _SAMPLING = {"max_new_tokens": 8}
@@ -85,11 +88,11 @@ def demo(*, out: str | None = None, seed: int = 0, quiet: bool = False, progress
 
     judge = rm(
         model=str(start.path),
-        rows=TASK,
-        steps=80,
+        rows=mistakes(str(start.path), seed=seed),
+        steps=150,
         batch=64,
         optim={"lr": 1e-3, "warmup_steps": 10, "schedule": "cosine"},
-        eval={"every": 1000, "rows": _ROWS},
+        eval={"every": 1000, "rows": _ROWS, "held_out": 0.1},
         out=str(place / "reward-model"),
         **common,
     )
@@ -103,6 +106,7 @@ def demo(*, out: str | None = None, seed: int = 0, quiet: bool = False, progress
         steps=50,
         prompts=256,
         sampling=_SAMPLING,
+        algorithm={"kl_coef": 0.05},
         optim={"lr": 2e-4, "critic_lr": 1e-3, "warmup_steps": 5},
         out=str(place / "ppo"),
         **common,
@@ -124,6 +128,26 @@ def demo(*, out: str | None = None, seed: int = 0, quiet: bool = False, progress
     )
     grpo = finished("grpo", run, now)
     return Demo(path=place, start=start, reward_model=judge, ppo=ppo, grpo=grpo, seconds=time.monotonic() - begun)
+
+
+def mistakes(model: str, *, seed: int) -> list[dict[str, Any]]:
+    """Preference pairs from a model's own samples: the right answer against each different wrong one."""
+    task = find_task(TASK)
+    rows = list(task.rows("train", n=_ASKED, seed=seed + 1))
+    answers = generate(
+        model=model_directory(model),
+        prompts=[row["prompt"] for row in rows],
+        n=4,
+        chat=False,
+        sampling=_SAMPLING,
+        seed=seed,
+    )
+    wrong = {(a.trajectory.group, a.text) for a in answers if not task.score(a.text, rows[a.trajectory.group])}
+    return [
+        {"prompt": rows[group]["prompt"], "chosen": task.gold(rows[group]), "rejected": text}
+        for group, text in sorted(wrong)
+        if text
+    ]
 
 
 def _place(out: str | None) -> Path:

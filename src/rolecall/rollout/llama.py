@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rolecall.rollout.engine import check_weights, weights_hash
+from rolecall.rollout.kernels import Kernels, kernels_for
 
 _MODEL_TYPES = frozenset({"llama", "qwen2", "qwen3", "mistral"})
 _WEIGHT = re.compile(
@@ -129,6 +130,7 @@ class LlamaDecoder:
         self._rotary_scale: float = rotary.attention_scaling
         self._table = torch.zeros(2, 0, self.head_dim // 2)
         self.layers: list[Layer] = []
+        self.kernels = kernels_for(dtype)
 
     def load(self, weights: Mapping[str, Tensor]) -> str:
         """Take a copy of the weights in this decoder's dtype and return the hash of that copy."""
@@ -183,6 +185,8 @@ class LlamaDecoder:
         self, tokens: Int[Tensor, "rows"], lengths: Int[Tensor, "rows"], cache: KVCache
     ) -> Float[Tensor, "rows width"]:
         """Feed one token to each of the first rows of the cache, `lengths` tokens long so far; hidden states after it."""
+        if self.kernels is not None:
+            return self._step_compiled(tokens, lengths, cache, self.kernels)
         rows, reach = len(tokens), int(lengths.max()) + 1
         index = torch.arange(rows)
         hole = torch.arange(reach) > lengths[:, None]
@@ -205,6 +209,28 @@ class LlamaDecoder:
             return torch.bmm(weights, values).to(q.dtype).view(rows, 1, -1)
 
         return self._run(self.embedding[tokens][:, None], cos[:, None], sin[:, None], attend).squeeze(1)
+
+    def _step_compiled(self, tokens: Tensor, lengths: Tensor, cache: KVCache, kernels: Kernels) -> Tensor:
+        """`step` with everything between the matrix products in compiled code."""
+        cos, sin = (x.float().contiguous() for x in self._rotation(lengths))
+        x = self.embedding[tokens]
+        normed = kernels.add_norm(x, None, self.layers[0].input_norm, self.eps)
+        for i, layer in enumerate(self.layers):
+            qkv = layer.qkv(normed)
+            if layer.query_norm is not None and layer.key_norm is not None:
+                qkv = self._with_normed_heads(qkv, layer.query_norm, layer.key_norm)
+            keys, values = cache.data[i, 0], cache.data[i, 1]
+            mixed = kernels.attend(qkv, cos, sin, keys, values, lengths, heads=self.heads)
+            normed = kernels.add_norm(x, layer.out(mixed), layer.post_norm, self.eps)
+            after = self.layers[i + 1].input_norm if i + 1 < self.layer_count else self.norm
+            normed = kernels.add_norm(x, layer.down(kernels.gated(layer.gate_up(normed))), after, self.eps)
+        return normed
+
+    def _with_normed_heads(self, qkv: Tensor, query_norm: Tensor, key_norm: Tensor) -> Tensor:
+        """qkv [rows, ...] with queries and keys normed per head (Qwen3)."""
+        heads = qkv.view(len(qkv), -1, self.head_dim)
+        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        return torch.cat([self._normed(q, query_norm), self._normed(k, key_norm), v], dim=1).flatten(1)
 
     def prefill(
         self, ids: Int[Tensor, "rows time"], past: Float[Tensor, "layers 2 heads start width"] | None = None

@@ -204,11 +204,11 @@ class NativeEngine:
         u = torch.from_numpy(uniforms(keys, positions))
         settings = [row.prompt.request.sampling for row in rows]
         if all(s is settings[0] or s == settings[0] for s in settings):
-            return draw(logits, settings[0], u)
+            return draw(logits, settings[0], u, kernels=self._decoder.kernels)
         tokens, logprobs = torch.zeros(len(rows), dtype=torch.long), torch.zeros(len(rows))
         for sampling in dict.fromkeys(settings):
             index = torch.tensor([i for i, s in enumerate(settings) if s == sampling])
-            tokens[index], logprobs[index] = draw(logits[index], sampling, u[index])
+            tokens[index], logprobs[index] = draw(logits[index], sampling, u[index], kernels=self._decoder.kernels)
         return Drawn(tokens, logprobs)
 
     def _extend(self, rows: list[_Row], drawn: Drawn) -> list[tuple[int, Finish]]:

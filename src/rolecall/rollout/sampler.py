@@ -8,9 +8,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rolecall.rollout.kernels import Kernels
 from rolecall.types import Sampling
 
 _BLOCK = 256
+_BROKEN = "the model's logits hold NaN or inf: its weights are broken; go back to an earlier checkpoint"
 _U64 = npt.NDArray[np.uint64]
 
 
@@ -42,15 +44,25 @@ class Drawn(NamedTuple):
     logprobs: Float[Tensor, "rows"]
 
 
-def draw(logits: Float[Tensor, "rows vocab"], sampling: Sampling, u: Float[Tensor, "rows"]) -> Drawn:
-    """One token per row: the most likely one at temperature 0, else the one whose slice of the CDF holds u."""
+def draw(
+    logits: Float[Tensor, "rows vocab"], sampling: Sampling, u: Float[Tensor, "rows"], *, kernels: Kernels | None = None
+) -> Drawn:
+    """One token per row: the most likely one at temperature 0, else the one whose slice of the CDF holds u.
+
+    `kernels` for the logits' dtype do the plain case in compiled code.
+    """
+    if kernels is not None and sampling.temperature > 0 and not sampling.cuts_support:
+        drawn = Drawn(*kernels.draw(logits.contiguous(), u, sampling.temperature))
+        if bool((drawn.tokens < 0).any()):
+            raise ValueError(_BROKEN)
+        return drawn
     logits = logits if logits.dtype == torch.float64 else logits.float()
     z = logits if sampling.scoring_temperature == 1 else logits / sampling.scoring_temperature
     top = z.max(dim=-1)
     weights = (z - top.values[:, None]).exp_()  # not normalised: the draw scales u instead
     total = weights.sum(dim=-1)
     if not bool(total.isfinite().all()):
-        raise ValueError("the model's logits hold NaN or inf: its weights are broken; go back to an earlier checkpoint")
+        raise ValueError(_BROKEN)
     if sampling.temperature == 0:
         tokens = top.indices
     else:
