@@ -1,15 +1,17 @@
-"""One rank of a step on a batch that is spread over ranks. Run by torchrun; rank 0 writes what came out.
+"""One rank of steps on a batch that is spread over ranks. Run by torchrun; rank 0 writes what came out into OUT.
 
-`OUT CASE`, where CASE says how rows go to ranks: `uneven`, `idle` (rank 1 has nothing to train), `empty` (rank 1 has no
-rows), `spoilt` (an infinite gradient on rank 1 alone).
+A case says how rows go to ranks: `uneven`, `idle` (rank 1 has nothing to train), `empty` (rank 1 has no rows), `spoilt`
+(an infinite gradient on rank 1 alone).
 """
 
 import dataclasses
 import gc
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from small_policy import PPO, gradient, loss_of, scripted_batch, small_policy, updater
 
 from rolecall.maths.roles import Verdict
@@ -34,8 +36,8 @@ def spoil(loss):
     return spoilt
 
 
-def main(out: Path, case: str) -> None:
-    torch.set_num_threads(1)
+def stepped(case: str) -> dict[str, Any]:
+    """What one step from fresh weights gives on this rank."""
     module = small_policy(critic="shared")
     step = updater(module, token_budget=14, lr=0.1)
     rank, ranks = step.accelerator.process_index, step.accelerator.num_processes
@@ -54,22 +56,25 @@ def main(out: Path, case: str) -> None:
     after = torch.cat([p.detach().flatten() for p in module.parameters()])
     moved = step.all_sum(torch.tensor(float(not torch.equal(before, after))))
     losses = step.all_max(torch.tensor([result.loss, -result.loss], dtype=torch.float64))
-    if rank == 0:
-        found = {
-            "gradient": gradient(module),
-            "terms": dict(result.terms),
-            "loss": losses.tolist(),
-            "skipped": result.skipped,
-            "moved": float(moved),
-            "ranks": ranks,
-        }
+    return {
+        "gradient": gradient(module),
+        "terms": dict(result.terms),
+        "loss": losses.tolist(),
+        "skipped": result.skipped,
+        "moved": float(moved),
+        "ranks": ranks,
+    }
+
+
+def main(out: Path) -> None:
+    torch.set_num_threads(1)
+    found = {case: stepped(case) for case in SHARES}
+    accelerator = Accelerator(cpu=True)
+    if accelerator.is_main_process:
         torch.save(found, out)
-    accelerator = step.accelerator
-    accelerator.free_memory()
-    del step, module
-    gc.collect()  # what holds the process group goes before it does
+    gc.collect()  # wrapped models hold the process group, and hang if they outlive it
     accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))

@@ -19,10 +19,13 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def two_ranks(out: Path, case: str) -> dict:
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> dict:
+    """What two processes make of every case."""
+    out = tmp_path_factory.mktemp("ranks") / "found.pt"
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_addr", "127.0.0.1"),
-        *("--master_port", str(free_port()), str(DRIVER), str(out), case),
+        *("--master_port", str(free_port()), str(DRIVER), str(out)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -30,8 +33,8 @@ def two_ranks(out: Path, case: str) -> dict:
 
 
 @pytest.mark.parametrize("case", ["uneven", "idle", "empty"])
-def test_two_ranks_make_the_step_of_one(tmp_path, case):
-    found = two_ranks(tmp_path / "found.pt", case)
+def test_two_ranks_make_the_step_of_one(two_ranks, case):
+    found = two_ranks[case]
     module = small_policy(critic="shared")
     alone = updater(module, token_budget=14, lr=0.1).step(scripted_batch(), loss_of(PPO), temperature=0.7)
     assert found["ranks"] == 2
@@ -42,8 +45,8 @@ def test_two_ranks_make_the_step_of_one(tmp_path, case):
     assert not found["skipped"]
 
 
-def test_an_infinite_gradient_on_one_rank_skips_the_step_on_both(tmp_path):
-    found = two_ranks(tmp_path / "found.pt", "spoilt")
+def test_an_infinite_gradient_on_one_rank_skips_the_step_on_both(two_ranks):
+    found = two_ranks["spoilt"]
     assert found["skipped"]
     assert found["moved"] == 0
 

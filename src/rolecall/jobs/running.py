@@ -122,6 +122,8 @@ def execute(command: str, options: Any, build: Build, *, progress: Progress | No
     if progress is None:
         progress = Quiet() if options.quiet else Lines()
     accelerator = _accelerator(options)
+    if not accelerator.is_main_process:
+        progress = Quiet()
     path = _place(command, options)
     try:
         run = _execute(command, options, build, progress, accelerator, path)
