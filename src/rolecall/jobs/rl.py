@@ -13,7 +13,7 @@ from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
-from rolecall.jobs.data import open_reward, prompt_rows
+from rolecall.jobs.data import check_prompts, open_reward, prompt_rows
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, model_directory
 from rolecall.policy.heads import Critic, RewardModel, ScalarHead
 from rolecall.policy.load import LoadedModel, load
@@ -95,15 +95,19 @@ def _build(
     advantage: Callable[..., Any] | None,
     loss: Callable[..., Any] | None,
 ) -> Built:
-    train, test, task_reward = prompt_rows(rows or options.rows, options.eval, seed=options.seed)
+    train, test, task_reward = prompt_rows(options.rows if rows is None else rows, options.eval, seed=options.seed)
     reward = open_reward(
         rewards or options.reward,
         task_reward,
         stack,
         weights=options.reward_weights,
         deadline_s=options.reward_deadline,
+        columns=train.columns,
     )
     policy = open_policy(options.model, options)
+    for some in (train, test):
+        if some is not None:
+            check_prompts(some, policy, options.chat)
     module = _module(policy, options)
     needs_reference = options.algorithm.kl_coef > 0
     reference = Reference(module) if needs_reference else None

@@ -19,17 +19,19 @@ from accelerate import Accelerator
 from rolecall.config.merge import to_dict
 from rolecall.config.parts import RunOptions
 from rolecall.errors import UserError
-from rolecall.files import write_atomically
+from rolecall.files import DiskError, write_atomically
 from rolecall.policy.load import LoadedModel, save
 from rolecall.policy.lora import export, has_adapter
 from rolecall.policy.model import PolicyModel
 from rolecall.train import checkpoint
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.jsonl import read_lines
+from rolecall.train.lock import LockedError
 from rolecall.train.loop import Learner, Loop, LoopOptions, Outcome
+from rolecall.train.manifest import CheckpointError
 from rolecall.train.persist import read_checkpoint, write_checkpoint
 from rolecall.train.progress import Lines, Progress, Quiet
-from rolecall.train.rundir import RunDir
+from rolecall.train.rundir import RunDir, RunDirError, check_new
 from rolecall.train.timing import Timer
 
 _log = logging.getLogger("rolecall")
@@ -109,14 +111,26 @@ def execute(command: str, options: Any, build: Build, *, progress: Progress | No
         progress = Quiet() if options.quiet else Lines()
     accelerator = _accelerator(options)
     path = _place(command, options)
+    try:
+        run = _execute(command, options, build, progress, accelerator, path)
+    except DiskError as error:
+        raise UserError(str(error), exit_code=ExitCode.DISK) from error
+    except (RunDirError, LockedError, CheckpointError) as error:
+        raise UserError(str(error)) from error
+    return run
+
+
+def _execute(command: str, options: Any, build: Build, progress: Progress, accelerator: Accelerator, path: Path) -> Run:
     with ExitStack() as stack:
+        timer = Timer(on_phase=progress.phase)
+        # The directory is made, or an old run removed, only when rows, rewards and models have been found good.
+        check_new(path.parent, path.name, resume=options.resume, overwrite=options.overwrite)
+        built = build(options, accelerator, timer, stack)
         run = None
         if accelerator.is_main_process:
             run = stack.enter_context(
                 RunDir(path.parent, path.name, resume=options.resume, overwrite=options.overwrite)
             )
-        timer = Timer(on_phase=progress.phase)
-        built = build(options, accelerator, timer, stack)
         config = configuration(options)
         if run is not None:
             built.watch_run(run)
