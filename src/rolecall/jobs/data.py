@@ -9,18 +9,23 @@ from rolecall.config.parts import ChatOptions, HeldOutOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.render import render, render_pair
+from rolecall.recipes.sampling import prompt_request
 from rolecall.rewards.pool import RewardPool
 from rolecall.rewards.records import Reward
 from rolecall.tasks.builtin import demonstrations
 from rolecall.tasks.kinds import Record, kind_of, record
 from rolecall.tasks.names import resolve
-from rolecall.tasks.rows import ListRows, RowError, Rows, split
-from rolecall.types import Trajectory
+from rolecall.tasks.rows import ListRows, RowError, Rows, place_of, split
+from rolecall.types import Sampling, Trajectory
 
 RowsSource = str | Sequence[Mapping[str, Any]]
 RewardSource = str | Callable[..., Any]
 _TRAIN_ROWS = 20_000
 """Rows drawn from a task that can make any number."""
+_CHECKED_ROWS = 20_000
+"""Prompts looked at before a run starts; of a longer table, the first so many."""
+_SPARE_TOKENS = 16
+"""More tokens than any tokenizer puts around a plain text of its own accord."""
 
 
 _GIVEN = "(given in Python)"
@@ -63,19 +68,57 @@ def open_reward(
     *,
     weights: Sequence[float] | None,
     deadline_s: float,
+    columns: Sequence[str] | None = None,
 ) -> Reward:
-    """The reward: functions in worker processes, or a reward model's run or directory."""
+    """The reward: functions in worker processes, or a reward model's run or directory.
+
+    With `columns`, those of the rows, a function that needs another is refused.
+    """
     check_named("reward", *(source for source in sources if isinstance(source, str)))
     chosen: Sequence[RewardSource] = sources or ((task_reward,) if task_reward is not None else ())
     if not chosen:
         raise UserError("no reward: give one, such as --reward rewards.py:my_function, or use a built-in task")
+    if "" in chosen:
+        raise UserError("a reward's name is empty: give one, such as --reward rewards.py:my_function")
     if len(chosen) == 1 and isinstance(chosen[0], str) and Path(chosen[0]).expanduser().is_dir():
         from rolecall.jobs.running import model_directory
         from rolecall.rewards.model import RewardModelReward
 
         weight = 1.0 if weights is None else weights[0]
         return RewardModelReward.load(model_directory(chosen[0]), weight=weight)
-    return stack.enter_context(RewardPool(list(chosen), weights=weights, deadline_s=deadline_s))
+    pool = stack.enter_context(RewardPool(list(chosen), weights=weights, deadline_s=deadline_s))
+    if columns is not None:
+        pool.check_columns(columns)
+    return pool
+
+
+def check_prompts(rows: Rows, policy: LoadedModel, chat: ChatOptions) -> None:
+    """Refuse prompts that cannot be rendered or leave no room for an answer, before any work is done.
+
+    Looks at every row, or at the first 20,000; a later one that is too long ends the run when it is drawn.
+    """
+    for index in range(min(len(rows), _CHECKED_ROWS)):
+        row = rows[index]
+        prompt = row.get("prompt")
+        # No tokenizer makes more tokens of a text than it has bytes; a template may add any number.
+        if (
+            isinstance(prompt, str)
+            and prompt
+            and len(prompt.encode(errors="replace")) + _SPARE_TOKENS < policy.context_length
+        ):
+            continue
+        place = place_of(rows, index)
+        record(row, "prompt", number=place)
+        try:
+            request = prompt_request(policy, row, chat, Sampling(), n=1, seed=0, step=0, prompt=index)
+        except Exception as error:  # a chat template is a program of the model's author and may raise anything
+            why = "the prompt is empty" if prompt == "" else " ".join(str(error).split())
+            raise RowError(f"{place}: the prompt cannot be put to the model: {why}") from error
+        if len(request.prompt_ids) >= policy.context_length:
+            raise RowError(
+                f"{place}: the prompt has {len(request.prompt_ids)} tokens but the model's context is "
+                f"{policy.context_length}; shorten the prompt, or leave out rows that are too long"
+            )
 
 
 def demonstrated(source: RowsSource, *, seed: int) -> Rows:
@@ -100,7 +143,11 @@ def rendered_rows(
     kind, limit = kind_of(rows), min(max_length, policy.context_length)
     kept: list[Trajectory] = []
     for number in range(len(rows)):
-        rendered = _render(record(rows[number], kind, number=number), policy, chat)
+        found = record(rows[number], kind, number=place_of(rows, number))
+        try:
+            rendered = _render(found, policy, chat)
+        except Exception as error:  # a chat template is a program of the model's author and may raise anything
+            raise RowError(f"{place_of(rows, number)} cannot be rendered: {' '.join(str(error).split())}") from error
         if len(rendered.ids) <= limit:
             kept.append(
                 Trajectory(

@@ -1,7 +1,8 @@
 """`rolecall demo`: the whole pipeline on the built-in model and task.
 
-SFT on a few demonstrations, a reward model on preferences between the right answer and the SFT model's own mistakes, PPO
-against that reward model, and GRPO against the exact verifier from the same start. All four are ordinary runs; nothing here can do what the other commands cannot.
+The demonstrations are of mixed quality: half of them sort the wrong way round, so the SFT model knows how to sort but not
+which way. A reward model learns from preferences between right answers and the SFT model's own wrong ones; PPO learns
+from that reward model, GRPO from the exact verifier, both from the same start. All four are ordinary runs; nothing here can do what the other commands cannot.
 """
 
 import time
@@ -25,10 +26,9 @@ from rolecall.train.progress import Lines, Progress, Quiet
 TASK = "sorting"
 _ROWS = 400
 """Held-out problems that every model is asked."""
-_ASKED = 3000
+_DEMONSTRATIONS = 4000
+_ASKED = 1000
 """Problems whose wrong answers become preference pairs."""
-_DEMONSTRATIONS = 96
-"""So few that imitation alone gets about half of the problems right."""
 _SAMPLING = {"max_new_tokens": 8}
 
 
@@ -77,8 +77,8 @@ def demo(*, out: str | None = None, seed: int = 0, quiet: bool = False, progress
     now = time.monotonic()
     run = sft(
         model="tiny",
-        rows=list(demonstrations(find_task(TASK), "train", n=_DEMONSTRATIONS)),
-        steps=120,
+        rows=mixed_demonstrations(),
+        steps=150,
         batch=64,
         optim={"lr": 2e-3, "warmup_steps": 20, "schedule": "cosine"},
         out=str(place / "sft"),
@@ -89,7 +89,7 @@ def demo(*, out: str | None = None, seed: int = 0, quiet: bool = False, progress
     judge = rm(
         model=str(start.path),
         rows=mistakes(str(start.path), seed=seed),
-        steps=150,
+        steps=60,
         batch=64,
         optim={"lr": 1e-3, "warmup_steps": 10, "schedule": "cosine"},
         eval={"every": 1000, "rows": _ROWS, "held_out": 0.1},
@@ -103,10 +103,10 @@ def demo(*, out: str | None = None, seed: int = 0, quiet: bool = False, progress
         model=str(start.path),
         rows=TASK,
         reward=str(judge.path),
-        steps=50,
+        steps=30,
         prompts=256,
         sampling=_SAMPLING,
-        algorithm={"kl_coef": 0.05},
+        algorithm={"kl_coef": 0.05, "critic": "separate", "critic_from": str(judge.path)},
         optim={"lr": 2e-4, "critic_lr": 1e-3, "warmup_steps": 5},
         out=str(place / "ppo"),
         **common,
@@ -118,7 +118,7 @@ def demo(*, out: str | None = None, seed: int = 0, quiet: bool = False, progress
         preset="grpo",
         model=str(start.path),
         rows=TASK,
-        steps=100,
+        steps=40,
         prompts=32,
         samples=8,
         sampling=_SAMPLING,
@@ -128,6 +128,12 @@ def demo(*, out: str | None = None, seed: int = 0, quiet: bool = False, progress
     )
     grpo = finished("grpo", run, now)
     return Demo(path=place, start=start, reward_model=judge, ppo=ppo, grpo=grpo, seconds=time.monotonic() - begun)
+
+
+def mixed_demonstrations() -> list[dict[str, Any]]:
+    """Demonstrations, every second one the wrong way round."""
+    rows = demonstrations(find_task(TASK), "train", n=_DEMONSTRATIONS)
+    return [row if i % 2 else row | {"completion": row["completion"][::-1]} for i, row in enumerate(rows)]
 
 
 def mistakes(model: str, *, seed: int) -> list[dict[str, Any]]:

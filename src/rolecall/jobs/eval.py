@@ -7,14 +7,14 @@ from typing import Any
 from rolecall.config.eval import EvalOptions
 from rolecall.config.merge import make
 from rolecall.config.parts import HeldOutOptions
-from rolecall.jobs.data import open_reward, prompt_rows
+from rolecall.jobs.data import check_prompts, open_reward, prompt_rows
 from rolecall.jobs.rl import sampler
 from rolecall.jobs.running import model_directory
 from rolecall.policy.load import load
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.evaluate import Evaluation, Evaluator
 from rolecall.tasks.names import resolve
-from rolecall.tasks.rows import ListRows
+from rolecall.tasks.rows import ChosenRows, ListRows
 from rolecall.train.reference import Reference
 
 
@@ -36,17 +36,25 @@ def run(
     options: EvalOptions, *, rows: Sequence[Mapping[str, Any]] | None = None, rewards: Sequence[Any] | None = None
 ) -> Evaluation:
     """Run from options. All rows of a file are used; of a task, its test split."""
-    source = rows or options.rows
+    source = options.rows if rows is None else rows
     with ExitStack() as stack:
         found: Any = resolve(source) if isinstance(source, str) else ListRows(source)
         task_reward = None
         if hasattr(found, "gold"):
             _, found, task_reward = prompt_rows(source, HeldOutOptions(every=1, rows=options.n), seed=options.seed)
-        chosen = ListRows([found[i] for i in range(min(options.n, len(found)))])
+        else:
+            found, _, _ = prompt_rows(source, HeldOutOptions(), seed=options.seed)
+        chosen = ChosenRows(found, range(min(options.n, len(found))))
         reward = open_reward(
-            rewards or options.reward, task_reward, stack, weights=None, deadline_s=options.reward_deadline
+            rewards or options.reward,
+            task_reward,
+            stack,
+            weights=None,
+            deadline_s=options.reward_deadline,
+            columns=chosen.columns,
         )
         policy = load(model_directory(options.model))
+        check_prompts(chosen, policy, options.chat)
         against = None
         if options.against is not None:
             against = Reference(PolicyModel(load(model_directory(options.against)).model))

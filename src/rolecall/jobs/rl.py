@@ -14,7 +14,7 @@ from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
-from rolecall.jobs.data import label, open_reward, prompt_rows
+from rolecall.jobs.data import check_prompts, label, open_reward, prompt_rows
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, model_directory
 from rolecall.policy.heads import Critic, RewardModel, ScalarHead
 from rolecall.policy.load import LoadedModel, load
@@ -107,8 +107,12 @@ def _build(
         stack,
         weights=options.reward_weights,
         deadline_s=options.reward_deadline,
+        columns=train.columns,
     )
     policy = open_policy(options.model, options)
+    for some in (train, test):
+        if some is not None:
+            check_prompts(some, policy, options.chat)
     module = _module(policy, options)
     optimizer = make_optimizer(module, options.optim)
     wrapped, optimizer = accelerator.prepare(module, optimizer)

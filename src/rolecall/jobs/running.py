@@ -32,7 +32,7 @@ from rolecall.train.loop import Learner, Loop, LoopOptions, Outcome
 from rolecall.train.manifest import CheckpointError
 from rolecall.train.persist import read_checkpoint, write_checkpoint
 from rolecall.train.progress import Lines, Progress, Quiet
-from rolecall.train.rundir import RunDir, RunDirError
+from rolecall.train.rundir import RunDir, RunDirError, check_new
 from rolecall.train.state import first_non_finite
 from rolecall.train.timing import Timer
 
@@ -139,13 +139,15 @@ def execute(command: str, options: Any, build: Build, *, progress: Progress | No
 
 def _execute(command: str, options: Any, build: Build, progress: Progress, accelerator: Accelerator, path: Path) -> Run:
     with ExitStack() as stack:
+        timer = Timer(on_phase=progress.phase)
+        # The directory is made, or an old run removed, only when rows, rewards and models have been found good.
+        check_new(path.parent, path.name, resume=options.resume, overwrite=options.overwrite)
+        built = build(options, accelerator, timer, stack)
         run = None
         if accelerator.is_main_process:
             run = stack.enter_context(
                 RunDir(path.parent, path.name, resume=options.resume, overwrite=options.overwrite)
             )
-        timer = Timer(on_phase=progress.phase)
-        built = build(options, accelerator, timer, stack)
         config = configuration(options)
         if run is not None:
             built.watch_run(run)

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.config.sft import SFTOptions
+from rolecall.errors import UserError
 from rolecall.jobs.data import demonstrated, label, open_reward, prompt_rows, rendered_rows
 from rolecall.jobs.rl import open_policy, sampler
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options
@@ -19,6 +20,7 @@ from rolecall.policy.model import PolicyModel
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.rl import engine_weights
 from rolecall.recipes.sft import SFTLearner
+from rolecall.tasks.names import resolve as resolve_rows
 from rolecall.train.optim import make_optimizer
 from rolecall.train.progress import Progress
 from rolecall.train.step import Updater
@@ -87,11 +89,13 @@ def _build(
 
 def _evaluator(options: SFTOptions, policy: Any, source: Any, stack: ExitStack) -> Any:
     """Greedy answers to held-out prompts, scored by the task; None for rows that bring no reward."""
-    if not options.eval.every or not isinstance(source, str):
+    if not options.eval.every:
         return None
-    _, test, task_reward = prompt_rows(source, options.eval, seed=options.seed)
+    test = task_reward = None
+    if isinstance(source, str) and hasattr(resolve_rows(source), "gold"):
+        _, test, task_reward = prompt_rows(source, options.eval, seed=options.seed)
     if task_reward is None or test is None:
-        return None
+        raise UserError("sft evaluates with a task's own reward, and these rows are of no task: leave out eval.every")
     reward = open_reward((), task_reward, stack, weights=None, deadline_s=60.0)
     engine = sampler(policy, options)
     evaluator = Evaluator(

@@ -21,6 +21,25 @@ from rolecall.rewards.records import RewardError
 
 Style = Literal["batch", "sample", "verl"]
 _RESERVED = ("prompt", "completion", "completion_ids")  # columns of these names are given by the sample itself
+_GIVEN: dict[Style, frozenset[str]] = {
+    "batch": frozenset(
+        {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
+    ),
+    "sample": frozenset(
+        {
+            "prompt",
+            "completion",
+            "completion_text",
+            "completion_ids",
+            "row",
+            "trainer_state",
+            "log_metric",
+            "environment",
+        }
+    ),
+    "verl": frozenset({"data_source", "solution_str", "ground_truth", "extra_info"}),
+}
+"""What a function of each style gets whatever columns the rows have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +84,11 @@ class RewardFunction:
     """Parameters without a default."""
     accepted: frozenset[str] | None
     """All parameters; None: anything, through **kwargs."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that rows must have for it."""
+        return tuple(sorted(self.required - _GIVEN[self.style]))
 
     def of_batch(self, answers: Answers, log: Log) -> list[Any]:
         """One JSON-able value per answer: a number, None, or {"bad": what it was instead}."""
@@ -112,12 +136,8 @@ class RewardFunction:
         return _value(self._call(given, columns))
 
     def _call(self, given: Mapping[str, Any], columns: Iterable[str]) -> Any:
-        missing = sorted(self.required - given.keys())
-        if missing:
-            raise RewardError(
-                f"reward `{self.name}` asks for `{missing[0]}`, which is no column of the rows "
-                f"({', '.join(sorted(columns)) or 'they have none'})"
-            )
+        if missing := sorted(self.required - given.keys()):
+            raise RewardError(no_column(self.name, missing[0], columns))
         accepted = self.accepted
         result = self.call(**{k: v for k, v in given.items() if accepted is None or k in accepted})
         return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
@@ -150,6 +170,12 @@ def inspect_function(name: str, function: Callable[..., Any]) -> RewardFunction:
     return RewardFunction(
         name=name, call=function, style=style, required=required, accepted=None if anything else names
     )
+
+
+def no_column(name: str, column: str, columns: Iterable[str]) -> str:
+    """The sentence for a function that asks for what the rows do not have."""
+    there = ", ".join(sorted(columns)) or "they have none"
+    return f"reward `{name}` asks for `{column}`, which is no column of the rows ({there})"
 
 
 def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:

@@ -11,10 +11,11 @@ from multiprocessing.connection import wait
 from time import monotonic, sleep
 from typing import Any, Self
 
+from rolecall.rewards.calling import no_column
 from rolecall.rewards.processes import Gone, Worker
 from rolecall.rewards.records import RewardError, Sample, Scored
 from rolecall.rewards.round import Round
-from rolecall.rewards.sources import Source, pack
+from rolecall.rewards.sources import ANSWER_COLUMNS, BUILT_IN, Source, pack
 
 logger = logging.getLogger("rolecall.rewards")
 
@@ -59,6 +60,8 @@ class RewardPool:
         self._logged: dict[str, list[float]] = defaultdict(list)
         self._failed: dict[str, int] = dict.fromkeys(self.names, 0)
         self._silent: set[str] = set()
+        self._columns: tuple[tuple[str, ...], ...] = ()
+        self._verifiers = tuple(p.name for p in packed if p.module in BUILT_IN.values())
         self._workers: list[Worker] = []
         self._end = weakref.finalize(self, _end, self._workers)
         try:
@@ -104,6 +107,19 @@ class RewardPool:
             this.settle()
             return self._collect(this, samples)
 
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Refuse rows that lack a column some function cannot do without."""
+        there = [column for column in columns if column != "prompt"]
+        for name, style, wanted in zip(self.names, self.styles, self._columns, strict=True):
+            for column in wanted:
+                if column not in columns:
+                    raise RewardError(no_column(name, column, there))
+            if (style == "verl" or name in self._verifiers) and not set(ANSWER_COLUMNS) & set(columns):
+                raise RewardError(
+                    f"reward `{name}` compares with the row's answer, but the rows have no column "
+                    f"{', '.join(f'`{c}`' for c in ANSWER_COLUMNS[:-1])} or `{ANSWER_COLUMNS[-1]}`"
+                )
+
     def take_metrics(self) -> dict[str, float]:
         """The mean of every metric logged by `log_metric`, and failures per function, since the last call."""
         taken = {name: fsum(values) / len(values) for name, values in self._logged.items()}
@@ -120,6 +136,7 @@ class RewardPool:
                     self._lost_in_vain(worker)
                 elif "ready" in message:
                     worker.ready = True
+                    self._columns = tuple(tuple(columns) for columns in message["columns"])
                     return tuple(message["ready"])
                 else:
                     raise RewardError(str(message.get("fatal", f"a reward worker said {message!r:.80} while loading")))

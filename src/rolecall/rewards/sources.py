@@ -24,6 +24,9 @@ BUILT_IN = {
 }
 """The built-in rewards and the modules they live in."""
 
+ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "reward_model")
+"""Where rows keep the right answer; `reward_model.ground_truth` is verl's."""
+
 Source = str | Callable[..., Any]
 
 

@@ -17,6 +17,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,14 @@ def main(channel_fd: int, life_fd: int) -> None:
         body = json.dumps(message).encode()
         channel.sendall(HEADER.pack(len(body)) + body)
 
+    with suppress(BrokenPipeError, ConnectionResetError):  # the trainer has hung up: there is nobody to tell
+        _serve(channel, send)
+
+
+def _serve(channel: socket.socket, send: Send) -> None:
     setup = _receive(channel)
+    if setup is None:
+        return
     _limit_memory(setup["memory_mb"])
     try:
         functions = [inspect_function(packed.name, open_packed(packed)) for packed in setup["functions"]]
@@ -47,7 +55,7 @@ def main(channel_fd: int, life_fd: int) -> None:
         send({"fatal": str(error)})
         return
     gc.freeze()
-    send({"ready": [function.style for function in functions]})
+    send({"ready": [function.style for function in functions], "columns": [f.columns for f in functions]})
     while (job := _receive(channel)) is not None:
         _run(functions[job["function"]], Answers(**job["answers"]), send)
 

@@ -66,8 +66,9 @@ def records(rows: Rows, kind: Kind | None = None) -> Iterator[Record]:
         yield record(row, kind, number=number)
 
 
-def record(row: Mapping[str, Any], kind: Kind, *, number: int = 0) -> Record:
-    """One row by meaning; `number` is for messages."""
+def record(row: Mapping[str, Any], kind: Kind, *, number: int | str = 0) -> Record:
+    """One row by meaning; `number`, or a place such as "data.jsonl, line 7", is for messages."""
+    number = f"row {number}" if isinstance(number, int) else number
     fields = {name: _checked(row, name, number) for name in _NEEDS[kind]}
     if kind == "preference":
         if row.get("prompt") is not None:
@@ -77,15 +78,15 @@ def record(row: Mapping[str, Any], kind: Kind, *, number: int = 0) -> Record:
                 fields["chosen"], fields["rejected"], number
             )
         if fields["chosen"] == fields["rejected"]:
-            raise RowError(f"row {number}: `chosen` and `rejected` are the same; a preference needs a difference")
+            raise RowError(f"{number}: `chosen` and `rejected` are the same; a preference needs a difference")
     if kind == "messages" and isinstance(fields["messages"], str):
-        raise RowError(f"row {number}: `messages` must be a list of messages, it is a text; name the column `text`")
+        raise RowError(f"{number}: `messages` must be a list of messages, it is a text; name the column `text`")
     if kind == "text" and not isinstance(fields["text"], str):
-        raise RowError(f"row {number}: `text` must be a text; name a list of messages `messages`")
+        raise RowError(f"{number}: `text` must be a text; name a list of messages `messages`")
     return Record(kind=kind, row=row, tools=row.get("tools") or (), **fields)
 
 
-def _checked(row: Mapping[str, Any], name: str, number: int) -> Any:
+def _checked(row: Mapping[str, Any], name: str, number: str) -> Any:
     """The column's value if it is text or messages."""
     value = row.get(name)
     if isinstance(value, str):
@@ -93,12 +94,12 @@ def _checked(row: Mapping[str, Any], name: str, number: int) -> Any:
     if isinstance(value, list | tuple) and value:
         if all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in value):
             return value
-        raise RowError(f"row {number}: every message of `{name}` must be an object with `role` and `content`")
+        raise RowError(f"{number}: every message of `{name}` must be an object with `role` and `content`")
     what = "missing" if value is None else "an empty list" if value in ([], ()) else f"a {type(value).__name__}"
-    raise RowError(f"row {number}: `{name}` must be a text or a list of messages, it is {what}")
+    raise RowError(f"{number}: `{name}` must be a text or a list of messages, it is {what}")
 
 
-def _parted(chosen: Any, rejected: Any, number: int) -> tuple[Any, Any, Any]:
+def _parted(chosen: Any, rejected: Any, number: str) -> tuple[Any, Any, Any]:
     """(prompt, chosen, rejected) of answers that repeat their prompt: what they have in common in front."""
     same = 0
     for mine, theirs in zip(chosen, rejected, strict=False):
@@ -108,9 +109,7 @@ def _parted(chosen: Any, rejected: Any, number: int) -> tuple[Any, Any, Any]:
     if isinstance(chosen, str) and same and chosen[same - 1] == " ":
         same -= 1  # the space belongs to the word that follows it
     if not same:
-        raise RowError(f"row {number}: `chosen` and `rejected` have nothing in common in front; add a `prompt` column")
+        raise RowError(f"{number}: `chosen` and `rejected` have nothing in common in front; add a `prompt` column")
     if same in (len(chosen), len(rejected)):
-        raise RowError(
-            f"row {number}: one of `chosen` and `rejected` is the beginning of the other; add a `prompt` column"
-        )
+        raise RowError(f"{number}: one of `chosen` and `rejected` is the beginning of the other; add a `prompt` column")
     return chosen[:same], chosen[same:], rejected[same:]

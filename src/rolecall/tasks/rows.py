@@ -73,6 +73,10 @@ class ChosenRows:
     def __iter__(self) -> Iterator[Row]:
         return (self._rows[index] for index in self._indices)
 
+    def place(self, index: int) -> str:
+        """Where the row stands in the table it was chosen from."""
+        return place_of(self._rows, self._indices[index])
+
 
 class JsonRows:
     """One JSON object per line; empty lines are skipped. Keeps the offset of every line, not the rows."""
@@ -98,6 +102,11 @@ class JsonRows:
 
     def __iter__(self) -> Iterator[Row]:
         return (self[index] for index in range(len(self)))
+
+    def place(self, index: int) -> str:
+        """The file and the line."""
+        before = self._bytes[: self._starts[index]]
+        return f"{self.path}, line {before.count(10) + 1}"  # 10 is the line break
 
 
 class ArrowRows:
@@ -165,6 +174,12 @@ def split(rows: Rows, *, held_out: float, seed: int = 0) -> tuple[Rows, Rows]:
                 f"held_out={held_out} of {len(rows)} rows leaves no {name} row; change the share or the seed"
             )
     return ChosenRows(rows, sides[0]), ChosenRows(rows, sides[1])
+
+
+def place_of(rows: Rows, index: int) -> str:
+    """How messages name a row: by file and line where there are lines, else by its number from 0."""
+    place = getattr(rows, "place", None)
+    return f"row {index}" if place is None else str(place(index))
 
 
 def share_of(content: Any, *, seed: int = 0) -> float:
@@ -293,9 +308,10 @@ def _parse_line(path: Path, number: int, line: bytes) -> Row | None:
     if not line.strip():
         return None
     try:
-        row = json.loads(line.decode())
+        row = json.loads(line.strip().decode())
     except (ValueError, RecursionError) as error:
-        raise RowError(f"{path}, line {number}: not a JSON object ({error})") from error
+        what = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise RowError(f"{path}, line {number}: not a JSON object ({what})") from error
     if type(row) is not dict:
         raise RowError(f"{path}, line {number}: a row must be a JSON object, this is a {type(row).__name__}")
     return row

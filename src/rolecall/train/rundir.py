@@ -39,6 +39,15 @@ def run_path(runs: Path, name: str) -> Path:
     return path
 
 
+def check_new(runs: Path, name: str, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Refuse what `RunDir` would refuse for what lies there, without touching anything."""
+    path = run_path(runs, name)
+    if path.exists() and not path.is_dir():
+        raise RunDirError(f"{path} is a file; choose another run name")
+    if path.is_dir():
+        _check_use(path, resume=resume, overwrite=overwrite)
+
+
 class RunDir:
     """`runs/<name>`, held by this process until `close`.
 

@@ -1,0 +1,116 @@
+"""The front pages keep their word: commands parse, links and folders exist, both languages show the same code."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rolecall.cli import _resolve
+from rolecall.cli.commands import COMMANDS, imported
+from rolecall.config.flags import parse
+from rolecall.config.resume import with_plus
+from rolecall.config.schema import schema
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", "README.zh-CN.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page, language):
+    return [text for kind, text in _BLOCK.findall((ROOT / page).read_text()) if kind == language]
+
+
+def shell_lines(page):
+    """The commands of a page's shell blocks; a backslash at the end goes on."""
+    for block in blocks(page, "bash"):
+        yield from block.replace("\\\n", " ").strip().splitlines()
+
+
+def rolecall_calls():
+    for page in ("README.md", "docs/quickstart.md"):
+        for line in shell_lines(page):
+            words = shlex.split(line, comments=True)
+            if words and words[0] == "rolecall" and words[1:] != ["--version"]:
+                yield pytest.param(words[1:], id=f"{page}: {line[:60]}")
+
+
+@pytest.mark.parametrize("words", list(rolecall_calls()))
+def test_a_command_on_the_front_pages_parses(words):
+    options = imported(next(command.options for command in COMMANDS if command.name == words[0]))
+    line = parse(with_plus(words[1:]), schema(options))
+    if line.given.pop("resume", False):  # a resume takes its settings from a run that is not here
+        line.given.pop("extend", None)
+    _resolve(options, getattr(options, "presets", {}), line)
+
+
+def test_every_command_stands_in_the_table():
+    for page in ("README.md", "README.zh-CN.md"):
+        assert set(re.findall(r"^\| `rolecall (\w+)`", (ROOT / page).read_text(), re.MULTILINE)) == {
+            command.name for command in COMMANDS
+        }
+
+
+def test_make_targets_exist():
+    targets = re.findall(r"^([\w-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for page in ("README.md", "docs/quickstart.md"):
+        for line in shell_lines(page):
+            if line.startswith("make "):
+                assert line.split()[1] in targets
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_relative_links_lead_somewhere(page):
+    text = _BLOCK.sub("", (ROOT / page).read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith(("http:", "https:", "#")):
+            assert ((ROOT / page).parent / target.partition("#")[0]).exists(), target
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_the_tree_is_the_tree(page):
+    (tree,) = [text for text in blocks(page, "") if text.startswith("src/rolecall/")]
+    shown = {line.split()[0].rstrip("/") for line in tree.splitlines()[1:]}
+    folders = {p.name for p in (ROOT / "src/rolecall").iterdir() if p.is_dir() and (p / "__init__.py").is_file()}
+    assert shown == folders | {"types.py"}
+
+
+def test_both_languages_show_the_same_commands_and_code():
+    for language in ("bash", "python"):
+        assert blocks("README.md", language) == blocks("README.zh-CN.md", language)
+    sizes = [(ROOT / page).read_text().count("\n## ") for page in ("README.md", "README.zh-CN.md")]
+    assert sizes[0] == sizes[1]
+    names = [set(re.findall(r"`([^`]+)`", _BLOCK.sub("", (ROOT / p).read_text()))) for p in PAGES[:2]]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_on_a_page_is_python(page):
+    for block in blocks(page, "python"):
+        ast.parse(block)
+
+
+@pytest.mark.parametrize("page", ["docs/from-trl.md", "docs/from-verl.md"])
+def test_the_code_of_a_migration_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scope = {"__name__": "page"}
+    for block in blocks(page, "python"):
+        exec(compile(block, page, "exec"), scope)
+    assert scope["run"].metrics[-1]["rewards/failed"] == 0
+
+
+@pytest.mark.parametrize("page", ["docs/from-trl.md", "docs/from-verl.md", "docs/python.md"])
+def test_the_options_a_page_names_exist(page):
+    known = {
+        key
+        for command in COMMANDS
+        for section in schema(imported(command.options)).sections()
+        for key in (section.key, *(option.key for option in section.options()))
+    }
+    text = _BLOCK.sub("", (ROOT / page).read_text())
+    ours = [line.split("|")[-2] for line in text.splitlines() if line.startswith("| `")]
+    sections = ("algorithm", "optim", "sampling", "chat", "save", "eval", "engine", "policy")
+    for name in re.findall(r"`([a-z_]+\.[a-z_]+)\b", " ".join(ours)):
+        if name.partition(".")[0] in sections:
+            assert name in known, name

@@ -1,0 +1,41 @@
+"""Every example runs, and says what it promises to say."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SAYS = {
+    "own_reward": "reward by step: [",
+    "rule_reward_reinforce": "share right, greedy: ",
+    "trl_reward": "answers/characters",
+    "verl_reward": "mean score: ",
+    "own_algorithm": "loss terms: ['loss/grad_norm', 'loss/policy', 'loss/total']",
+    "sft_then_grpo": "step 2: ",
+    "reward_model_ppo": "critic/explained_variance",
+    "conversation_rows": "length",
+    "generate_with_roles": "CONTENT",
+}
+
+
+def test_no_example_is_forgotten():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SAYS, "steps"}
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_an_example_runs(name, tmp_path):
+    environment = os.environ | {"STEPS": "2", "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert SAYS[name] in done.stdout
