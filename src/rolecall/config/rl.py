@@ -21,7 +21,7 @@ class AlgorithmOptions:
     """What is optimised."""
 
     name: Literal["grpo", "ppo", "reinforce"] = "grpo"
-    """How advantages and the loss are made; see docs/algorithms."""
+    """How advantages and the loss are made."""
     scale: Literal["group", "batch", "none"] = "group"
     """grpo: what centred scores are divided by."""
     baseline: Literal["mean", "ema", "prompt", "none"] = "mean"
@@ -136,6 +136,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "kl_in": "reward",
             "kl_kind": "k1",
             "kl_coef": 0.0,
+            "vf_coef": 0.1,
             "lam": 0.95,
         },
         "prompts": 64,
