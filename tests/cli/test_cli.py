@@ -219,3 +219,13 @@ def test_a_closed_pipe_is_quiet():
         )
         assert (done.returncode, done.stderr) == (1, b"")
     os.close(write)
+
+
+def test_short_ways_to_write_steps_and_the_start():
+    from rolecall.config.resume import rewritten
+
+    assert rewritten(["--steps", "+500"]) == ["--extend", "500"]
+    assert rewritten(["--steps=+5", "--quiet"]) == ["--extend", "5", "--quiet"]
+    assert rewritten(["--steps", "500"]) == ["--steps", "500"]
+    assert rewritten(["--init-from", "runs/x"]) == ["--model", "runs/x"]
+    assert rewritten(["--init-from=runs/x"]) == ["--model=runs/x"]

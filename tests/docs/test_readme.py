@@ -10,7 +10,7 @@ import pytest
 from rolecall.cli import _resolve
 from rolecall.cli.commands import COMMANDS, imported
 from rolecall.config.flags import parse
-from rolecall.config.resume import with_plus
+from rolecall.config.resume import rewritten
 from rolecall.config.schema import schema
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def rolecall_calls():
 @pytest.mark.parametrize("words", list(rolecall_calls()))
 def test_a_command_on_the_front_pages_parses(words):
     options = imported(next(command.options for command in COMMANDS if command.name == words[0]))
-    line = parse(with_plus(words[1:]), schema(options))
+    line = parse(rewritten(words[1:]), schema(options))
     if line.given.pop("resume", False):  # a resume takes its settings from a run that is not here
         line.given.pop("extend", None)
     _resolve(options, getattr(options, "presets", {}), line)

@@ -108,10 +108,10 @@ def test_steps_can_be_added_to_a_finished_run(copied, tmp_path):
 
 
 def test_steps_can_be_added_on_the_command_line(copied):
-    from rolecall.config.resume import with_plus
+    from rolecall.config.resume import rewritten
 
-    assert with_plus(["--resume", "--steps", "+2"]) == ["--resume", "--extend", "2"]
-    assert with_plus(["--steps=+2"]) == ["--extend", "2"]
+    assert rewritten(["--resume", "--steps", "+2"]) == ["--resume", "--extend", "2"]
+    assert rewritten(["--steps=+2"]) == ["--extend", "2"]
 
 
 def test_more_steps_under_a_falling_learning_rate_are_not_bit_exact(copied):

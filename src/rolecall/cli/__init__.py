@@ -55,11 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: Command, words: Sequence[str]) -> int:
     from rolecall.config.flags import parse
-    from rolecall.config.resume import with_plus
+    from rolecall.config.resume import rewritten
     from rolecall.config.schema import schema
 
     options = imported(command.options)
-    line = parse(with_plus(words), schema(options))
+    line = parse(rewritten(words), schema(options))
     presets = getattr(options, "presets", {})
     if line.help is not None:
         from rolecall.config.help import help_text

@@ -21,12 +21,14 @@ def saved_settings(out: str | None) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read; start the run again with overwrite") from None
 
 
-def with_plus(words: Sequence[str]) -> list[str]:
-    """`--steps +500` as `--extend 500`."""
+def rewritten(words: Sequence[str]) -> list[str]:
+    """`--steps +500` as `--extend 500`, and `--init-from RUN` as `--model RUN`."""
     out: list[str] = []
     for word in words:
         if out and out[-1] == "--steps" and word.startswith("+"):
             out[-1:] = ["--extend", word[1:]]
+        elif word.partition("=")[0] in ("--init-from", "--init_from"):
+            out.append("--model" + word[len("--init-from") :])
         elif word.startswith("--steps=+"):
             out += ["--extend", word.removeprefix("--steps=+")]
         else:
