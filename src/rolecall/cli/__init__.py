@@ -21,6 +21,8 @@ _ERROR, _USAGE, _INTERRUPTED = 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `rolecall` with these arguments and return its exit code."""
+    # Threads that spin while they wait make a busy machine many times slower; read when torch is loaded, later.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     words = list(sys.argv[1:] if argv is None else argv)
     _make_printable(sys.stdout)
     _make_printable(sys.stderr)
