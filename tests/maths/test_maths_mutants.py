@@ -105,3 +105,19 @@ def test_returns_reach_from_the_end_to_the_start_whatever_the_length(time):
     actual = returns.discounted_returns(rewards, torch.ones(1, time, dtype=torch.bool), gamma=0.99)
     expected = torch.tensor([[0.99 ** (time - 1 - t) for t in range(time)]], dtype=torch.float64)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("wrong", ["filled", "terminated", "truncated"])
+def test_episode_flags_must_be_bool_and_are_named(wrong, users_view):
+    flags = {name: torch.zeros(1, 3, dtype=torch.bool) for name in ("filled", "terminated", "truncated")}
+    flags[wrong] = flags[wrong].long()
+    with pytest.raises(ValueError, match=f"{wrong} must be a bool tensor"):
+        roles.episode_roles(**flags)
+
+
+def test_position_weights_are_float64_whatever_the_denominator_is():
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    for denominator in (2.0, torch.tensor(2.0)):
+        weights = reduce.position_weights(mask, mode="token-mean", denominator=denominator)
+        assert weights.dtype == torch.float64
+        assert weights.tolist() == [[0.5, 0.5]]
