@@ -124,8 +124,8 @@ class SaveOptions:
     """Steps whose rollouts stay on disk, beside every 50th."""
     updates: int = 2
     """Steps whose per-token updates stay on disk, beside every 50th."""
-    trackers: tuple[str, ...] = ()
-    """Also log to these: tensorboard, trackio, wandb."""
+    trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Also log to these (needs `rolecall[track]`)."""
 
     def __post_init__(self) -> None:
         if self.keep < 2:

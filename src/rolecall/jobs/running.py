@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,9 @@ def _accelerator(options: RunOptions) -> Accelerator:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device cuda was asked for, but torch finds no GPU; use --device cpu")
     trackers = getattr(getattr(options, "save", None), "trackers", ())
+    for name in trackers:
+        if find_spec(name) is None:
+            raise UserError(f"the tracker {name} is not installed: pip install 'rolecall[track]'")
     where = str(Path(options.out or "runs") / "trackers") if trackers else None
     return Accelerator(cpu=options.device == "cpu", log_with=list(trackers) or None, project_dir=where)
 
