@@ -36,6 +36,8 @@ class PolicyOptions:
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The weights' dtype while training."""
+    mixed_precision: Literal["no", "bf16"] = "no"
+    """bf16: the forward and backward passes run in bfloat16 where that is safe, weights and optimiser stay as they are."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     lora_rank: int | None = None

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from rolecall.config.merge import to_dict
 from rolecall.config.parts import RunOptions
@@ -221,7 +222,12 @@ def _accelerator(options: RunOptions) -> Accelerator:
         if find_spec(name) is None:
             raise UserError(f"the tracker {name} is not installed: pip install 'rolecall[track]'")
     where = str(Path(options.out or "runs") / "trackers") if trackers else None
-    return Accelerator(cpu=options.device == "cpu", log_with=list(trackers) or None, project_dir=where)
+    precision = getattr(getattr(options, "policy", None), "mixed_precision", "no")
+    # Accelerate keeps the first run's precision for the whole process; each run has its own.
+    AcceleratorState._reset_state()
+    return Accelerator(
+        cpu=options.device == "cpu", mixed_precision=precision, log_with=list(trackers) or None, project_dir=where
+    )
 
 
 def _place(command: str, options: RunOptions) -> Path:

@@ -41,7 +41,8 @@ class Guard:
         self.options, self.policy, self.updater, self.engine = options, policy, updater, engine
         self.engine_dtype, self.probe_every = engine_dtype, probe_every
         self.rule = TrainRule(stop=options.algorithm.train_stop)
-        self.dtype = policy.model.dtype
+        mixed = updater.accelerator.mixed_precision == "bf16"
+        self.dtype = torch.bfloat16 if mixed else policy.model.dtype
         self._probes = 0
         self._hash: str | None = None
         self._before: list[Tensor] = []
