@@ -1,6 +1,7 @@
 """The training commands: progress on the terminal, a summary at the end, the exit code."""
 
 import logging
+import os
 import sys
 from typing import Any
 
@@ -42,6 +43,8 @@ def display(*, quiet: bool) -> Progress:
 
 def _finish(run: Run, command: str, *, quiet: bool) -> int:
     code = run.outcome.exit_code
+    if os.environ.get("RANK", "0") != "0":  # of several processes, the first speaks
+        return int(code)
     if not quiet:
         print(f"run: {run.path}")
         if code == ExitCode.DONE:
