@@ -6,6 +6,7 @@ is optimised from an `Algorithm`. The learner holds all state of a run, so that 
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,16 @@ from rolecall.config.rl import RLOptions
 from rolecall.experience.batches import collate, lengths_of
 from rolecall.maths import shaping
 from rolecall.maths.advantages import EMABaseline, flat_groups
+from rolecall.maths.entropy import EntropyTarget, FixedEntropy
 from rolecall.maths.kl import AdaptiveKL, FixedKL, kl_estimate
 from rolecall.maths.roles import Role, TrainRule
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter, merged
 from rolecall.policy.model import PolicyModel
-from rolecall.recipes.algorithms import ALGORITHMS, Algorithm, Knobs
-from rolecall.recipes.collect import Answers, Collector
+from rolecall.recipes.algorithms import Algorithm, Knobs, algorithm_of
+from rolecall.recipes.collect import Answers, Collected, Collector
 from rolecall.recipes.experience import MiniStep, Rollout, Watch
-from rolecall.recipes.measure import finish, in_words, measure_rollout, measure_update
+from rolecall.recipes.measure import finish, in_words, measure_drawn, measure_rollout, measure_update
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
@@ -34,7 +36,7 @@ from rolecall.train.reference import Reference
 from rolecall.train.score import score
 from rolecall.train.step import Updater, trained
 from rolecall.train.timing import Timer
-from rolecall.types import Batch, Finish, Trajectory
+from rolecall.types import Batch, Finish
 
 
 class RLLearner:
@@ -78,10 +80,16 @@ class RLLearner:
             timer=self.timer,
             rank=updater.accelerator.process_index,
             ranks=updater.accelerator.num_processes,
+            all_sum=updater.all_sum,
         )
         self.kl: FixedKL | AdaptiveKL = FixedKL(coef=o.kl_coef)
         if o.kl_target is not None:
             self.kl = AdaptiveKL(coef=o.kl_coef, target=o.kl_target, horizon=o.kl_horizon)
+        self.entropy: FixedEntropy | EntropyTarget = FixedEntropy(coef=o.entropy_coef)
+        if o.entropy_target is not None:
+            self.entropy = EntropyTarget(
+                coef=o.entropy_coef, target=o.entropy_target, rate=o.entropy_rate, limit=o.entropy_max
+            )
         self.baseline = EMABaseline(decay=0.9)
         self._meter = Meter()
         self._metrics: dict[str, float] = {}
@@ -93,7 +101,7 @@ class RLLearner:
         """Sample and score the next answers, and make them a batch that is ready to train."""
         found = self.collector.collect(step)
         with self.timer.phase("score"):
-            batch, kl, algorithm = self._prepare(found.trajectories, [s.total for s in found.scored])
+            batch, kl, algorithm = self._prepare(found)
         rollout = Rollout(
             step=step,
             trajectories=found.trajectories,
@@ -109,21 +117,26 @@ class RLLearner:
         )
         self._meter = Meter()
         measure_rollout(self._meter, rollout, rule=self.rule)
+        if found.drawn is not None:
+            measure_drawn(self._meter, found.drawn)
         for watch in self.watches:
             watch.rolled_out(rollout)
         return rollout
 
-    def _prepare(
-        self, trajectories: Sequence[Trajectory], totals: Sequence[float | None]
-    ) -> tuple[Batch, Tensor | None, Algorithm]:
+    def _prepare(self, found: Collected) -> tuple[Batch, Tensor | None, Algorithm]:
         """Scores -> verdicts -> log-probs and values -> rewards -> advantages."""
         o = self.options.algorithm
-        batch = collate(trajectories)
-        finish = [t.finish for t in trajectories]
+        batch = collate(found.trajectories)
+        finish = [t.finish for t in found.trajectories]
         cut_off = torch.tensor([f.truncated for f in finish])
         aborted = torch.tensor([f is Finish.ABORT for f in finish])
+        totals = [s.total for s in found.scored]
         scores = self._shaped_scores(batch, totals, stopped=torch.tensor([f is Finish.STOP for f in finish]))
         scores = torch.where(aborted, torch.nan, scores)
+        if found.baselines is not None:  # without its baseline an answer has nothing to be compared with
+            baselines = _or_nan(found.baselines)
+            batch = dataclasses.replace(batch, baselines=baselines)
+            scores = torch.where(baselines.isnan(), torch.nan, scores)
         include = ~scores.isnan()
         verdicts = self.rule.verdicts(
             batch.roles,
@@ -159,19 +172,20 @@ class RLLearner:
         bootstrap = self._values_behind(batch, cut_off) if o.bootstrap_truncated and self.module.has_values else None
         knobs = Knobs(
             kl_coef=self.kl.coef,
+            entropy_coef=self.entropy.coef,
             baseline=self.baseline.value,
             max_new_tokens=self.options.sampling.max_new_tokens,
             bootstrap=bootstrap,
             all_sum=self.updater.all_sum,
         )
-        made = ALGORITHMS[o.name](o, knobs)
+        made = algorithm_of(o, knobs)
         algorithm = Algorithm(advantage=self._own_advantage or made.advantage, loss=self._own_loss or made.loss)
         return _with_advantages(batch, algorithm.advantage(batch)), kl, algorithm
 
     def _shaped_scores(self, batch: Batch, totals: Sequence[float | None], *, stopped: Tensor) -> Tensor:
         """[batch] scores with the recipe's clipping and penalties; NaN where the reward failed."""
         o = self.options.algorithm
-        scores = torch.tensor([float("nan") if total is None else total for total in totals])
+        scores = _or_nan(totals)
         if o.score_clip is not None:
             scores = shaping.clip_scores(scores, limit=o.score_clip)
         if o.missing_stop_penalty:
@@ -179,7 +193,8 @@ class RLLearner:
         if o.overlong_buffer is not None:
             lengths = ((batch.roles == Role.CONTENT) | (batch.roles == Role.STOP)).sum(dim=1)
             limit = self.options.sampling.max_new_tokens
-            scores = scores + shaping.overlong_penalty(lengths, max_length=limit, buffer=o.overlong_buffer)
+            buffer = ceil(o.overlong_buffer * limit) if o.overlong_buffer < 1 else int(o.overlong_buffer)
+            scores = scores + shaping.overlong_penalty(lengths, max_length=limit, buffer=buffer)
         return scores
 
     # -- updating ------------------------------------------------------------------------------------------------
@@ -227,13 +242,14 @@ class RLLearner:
             self.baseline = self.baseline.update(torch.tensor([score_sum / known]))
         if rollout.kl is not None:
             self.kl = self.kl.update(kl_sum / answers, samples=int(answers))
+        if "entropy" in self._metrics:
+            self.entropy = self.entropy.update(self._metrics["entropy"])
         if o.reference_every is not None and self.reference is not None and (rollout.step + 1) % o.reference_every == 0:
             self.reference.refresh()
 
     def _measure(self, steps: Sequence[MiniStep]) -> None:
         o = self.options.algorithm
-        recomputed = o.old_source == "recompute"
-        measure_update(self._meter, steps, clip_low=o.clip_low, clip_high=o.clip_high, recomputed=recomputed)
+        measure_update(self._meter, steps, o)
         made = [s.result for s in steps if s.result.terms]  # an optimiser step in which nothing trained has no terms
         self._terms = tuple(made[0].terms) if made else ()
         found = self._meter.result(self.updater.all_sum, self.updater.all_max)
@@ -244,7 +260,7 @@ class RLLearner:
         found["grad_norm"] = found["loss/grad_norm"] = sum(result.grad_norm for result in made) / count
         found["skipped"] = float(sum(s.result.skipped for s in steps))
         found["learning_rate"] = float(self.updater.optimizer.param_groups[0]["lr"])
-        found["kl_coef"] = self.kl.coef
+        found["kl_coef"], found["entropy_coef"] = self.kl.coef, self.entropy.coef
         found["policy_version"] = float(self.engine.version)
         found["optimizer_steps"] = float(sum(not result.skipped for result in made))
         self._metrics = getattr(self.reward, "take_metrics", dict)() | finish(found)
@@ -265,6 +281,7 @@ class RLLearner:
         return {
             "collector": self.collector.state_dict(),
             "kl_coef": self.kl.coef,
+            "entropy_coef": self.entropy.coef,
             "baseline": dataclasses.asdict(self.baseline),
             "policy_version": self.engine.version,
             "reference": self.reference.weights if refreshed and self.reference is not None else None,
@@ -275,6 +292,9 @@ class RLLearner:
         self.collector.load_state_dict(state["collector"])
         if isinstance(self.kl, AdaptiveKL):  # a fixed coefficient is a setting, which may have been changed
             self.kl = dataclasses.replace(self.kl, coef=state["kl_coef"])
+        if isinstance(self.entropy, EntropyTarget):
+            held = min(state["entropy_coef"], self.entropy.limit)  # the limit may have been changed
+            self.entropy = dataclasses.replace(self.entropy, coef=held)
         self.baseline = EMABaseline(**state["baseline"])
         if self.reference is not None and state["reference"] is not None:
             self.reference.load(state["reference"])
@@ -310,6 +330,10 @@ def engine_weights(policy: LoadedModel) -> dict[str, Tensor]:
     """The weights an engine samples from, by their Hugging Face names; an adapter is merged into a copy."""
     plain = merged(policy) if has_adapter(policy) else policy
     return {name: parameter.detach() for name, parameter in plain.model.named_parameters()}
+
+
+def _or_nan(scores: Sequence[float | None]) -> Tensor:
+    return torch.tensor([float("nan") if score is None else score for score in scores])
 
 
 def _with_advantages(batch: Batch, made: Tensor | tuple[Tensor, Tensor]) -> Batch:
