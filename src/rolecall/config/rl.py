@@ -189,7 +189,8 @@ class RLOptions(RunOptions):
     rows: str = "addition"
     """Prompts: a .jsonl or .parquet file, a saved Hugging Face dataset, a built-in task, or rg:NAME."""
     reward: tuple[str, ...] = ()
-    """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its own."""
+    """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its
+    own, which is also called `task`."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward; 1 each if not given."""
     reward_deadline: float = 60.0

@@ -14,7 +14,7 @@ from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
-from rolecall.jobs.data import check_prompts, label, open_reward, prompt_rows
+from rolecall.jobs.data import check_prompts, label, open_judge, open_reward, prompt_rows
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, model_directory
 from rolecall.policy.heads import Critic, RewardModel, ScalarHead
 from rolecall.policy.load import LoadedModel, load
@@ -149,10 +149,12 @@ def _build(
 
     evaluate = None
     if test is not None:
+        judge, beside = open_judge(options, reward, task_reward, stack, columns=test.columns)
         evaluate = Evaluator(
             policy=policy,
             engine=engine,
-            reward=reward,
+            reward=judge,
+            train_reward=beside,
             rows=test,
             sampling=options.sampling,
             chat=options.chat,

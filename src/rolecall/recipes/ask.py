@@ -97,6 +97,11 @@ class Asker:
             for row, request in zip(chosen, requests, strict=True)
         ]
 
+    def samples_of(self, group: Answered) -> list[Sample]:
+        """A row's answers as another reward sees them."""
+        row = self.rows[group.row]
+        return [self._sample(row, c, answer) for c, answer in zip(group.completions, group.answers, strict=True)]
+
     def _request(self, row: Any, samples: int, seed: int, step: int, prompt: int) -> Request:
         return prompt_request(
             self.policy, row, self.chat, self.sampling, n=samples, seed=seed, step=step, prompt=prompt
