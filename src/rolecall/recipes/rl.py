@@ -22,7 +22,7 @@ from rolecall.maths.kl import AdaptiveKL, FixedKL, kl_estimate
 from rolecall.maths.roles import Role, TrainRule
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter, merged
-from rolecall.policy.model import PolicyModel
+from rolecall.policy.model import Against, Outputs, PolicyModel
 from rolecall.recipes.algorithms import Algorithm, Knobs, algorithm_of
 from rolecall.recipes.collect import Answers, Collected, Collector
 from rolecall.recipes.experience import MiniStep, Rollout, Watch
@@ -147,12 +147,13 @@ class RLLearner:
         )
         batch = dataclasses.replace(batch, scores=scores, verdicts=verdicts)
 
-        eligible = self.rule.eligible(batch.roles)
+        eligible, exact = self.rule.eligible(batch.roles), None
         if o.old_source == "behaviour":
             batch = dataclasses.replace(batch, old_logprobs=batch.behaviour_logprobs)
-        if o.old_source == "recompute" or self.module.has_values:
-            old = self._score(self.updater.module, batch, eligible)
-            batch = dataclasses.replace(batch, values=old.values)
+        against = self._against
+        if o.old_source == "recompute" or self.module.has_values or against is not None:
+            old = self._score(self.updater.module, batch, eligible, against=against)
+            batch, exact = dataclasses.replace(batch, values=old.values), old.kl
             if o.old_source == "recompute":
                 batch = dataclasses.replace(batch, old_logprobs=old.logprobs)
         kl = None
@@ -162,7 +163,7 @@ class RLLearner:
             now = batch.old_logprobs if batch.old_logprobs is not None else batch.behaviour_logprobs
             assert now is not None
             assert batch.ref_logprobs is not None
-            kl = kl_estimate(now, batch.ref_logprobs, eligible, kind=o.kl_kind)
+            kl = exact if exact is not None else kl_estimate(now, batch.ref_logprobs, eligible, kind=o.kl_kind)
         in_reward = kl if o.kl_in == "reward" else None
         placed = torch.where(include, scores, 0)
         batch = dataclasses.replace(
@@ -208,7 +209,11 @@ class RLLearner:
             for i, rows in enumerate(self._minibatches(len(batch), rollout.step, epoch)):
                 part = batch.rows(rows)
                 result = self.updater.step(
-                    part, rollout.algorithm.loss, temperature=self.sampling.scoring_temperature, record=True
+                    part,
+                    rollout.algorithm.loss,
+                    temperature=self.sampling.scoring_temperature,
+                    record=True,
+                    against=self._against if o.kl_in == "loss" else None,
                 )
                 steps.append(MiniStep(epoch=epoch, minibatch=i, rows=rows, batch=part, result=result))
         with self.timer.phase("sync"):
@@ -302,7 +307,16 @@ class RLLearner:
 
     # -- pieces --------------------------------------------------------------------------------------------------
 
-    def _score(self, module: torch.nn.Module, batch: Batch, wanted: Tensor) -> Any:
+    @property
+    def _against(self) -> Against | None:
+        """What the exact KL is measured to."""
+        if self.reference is None or self.options.algorithm.kl_kind != "exact":
+            return None
+        return self.reference.read
+
+    def _score(
+        self, module: torch.nn.Module, batch: Batch, wanted: Tensor, *, against: Against | None = None
+    ) -> Outputs:
         return score(
             module,
             batch,
@@ -310,6 +324,7 @@ class RLLearner:
             temperature=self.sampling.scoring_temperature,
             token_budget=self.options.optim.token_budget,
             device=self.updater.accelerator.device,
+            against=against,
         )
 
     def _values_behind(self, batch: Batch, cut_off: Tensor) -> Tensor:
