@@ -1,0 +1,77 @@
+"""`rolecall audit` on the terminal."""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from rolecall.cli.visible import visible_text, visible_token
+from rolecall.config.audit import AuditOptions
+from rolecall.files import plain
+from rolecall.jobs.audit import run as audit
+from rolecall.recipes.audit import Audit, Finding, Level, TokenSample
+
+_STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "bold red", Level.SKIPPED: "dim"}
+_ORDER = (Level.ERROR, Level.WARNING, Level.OK, Level.SKIPPED)
+
+
+def run(options: AuditOptions) -> int:
+    """Print samples and findings, the worst last; 1 if there is an error."""
+    found = audit(options)
+    if options.json:
+        print(json.dumps(plain(found), ensure_ascii=False))
+    else:
+        _show(found, quiet=options.quiet)
+    return 1 if found.errors else 0
+
+
+def _show(found: Audit, *, quiet: bool) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    if not quiet:
+        for name, value in found.about.items():
+            console.print(Text(f"{name:10} {visible_text(value)}"))
+        for sample in found.samples:
+            for line in _table(sample):
+                console.print(Text(line))
+    width = max(len(f.check) for f in found.findings)
+    console.print()
+    for finding in sorted(found.findings, key=lambda f: -_ORDER.index(f.level)):
+        if not quiet or finding.problem:
+            for line in _lines(finding, width):
+                console.print(line)
+    console.print(Text(_summary(found)))
+
+
+def _lines(finding: Finding, width: int) -> Iterator[Text]:
+    margin = " " * (10 + width)
+    yield Text.assemble(
+        (f"{finding.level:7}", _STYLES[finding.level]), f"  {finding.check:{width}} {visible_text(finding.summary)}"
+    )
+    for evidence in finding.evidence if finding.problem else ():
+        yield Text(f"{margin}{visible_text(evidence)}", style="dim")
+    if finding.advice:
+        yield Text(f"{margin}change: {visible_text(finding.advice)}")
+
+
+def _summary(found: Audit) -> str:
+    levels = Counter(f.level for f in found.findings)
+    counts = [f"{levels[level]} {level}{'s' * (level in _ORDER[:2] and levels[level] != 1)}" for level in _ORDER]
+    return f"\n{', '.join(counts)}"
+
+
+def _table(sample: TokenSample) -> Iterator[str]:
+    """A line per token, then what the verdicts mean."""
+    yield f"\n{visible_text(sample.title)}: {sample.note}"
+    yield "   pos  role         verdict         log-prob      id  token"
+    columns = (sample.roles, sample.verdicts, sample.logprobs, sample.ids, sample.tokens)
+    for position, (role, verdict, logprob, token, text) in enumerate(zip(*columns, strict=True)):
+        shown = "-" if logprob is None else f"{logprob:.3f}"
+        yield (
+            f"{position:6}  {role.lower():11}  {verdict.lower():14}  {shown:>8}  {token:6}  {visible_token(text)}"
+        )
+    for sentence in sample.reasons.values():
+        yield f"        {sentence}"

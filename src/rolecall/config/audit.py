@@ -1,0 +1,41 @@
+"""Options of `rolecall audit`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rolecall.config.rl import RLOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions(RLOptions):
+    """Look before training: what would go wrong with this model, template, rows and reward.
+
+    Takes the settings of `rolecall rl`, or with `--job sft` those of `rolecall sft`, and some of its own. Nothing is
+    trained, and `out` is not written to.
+    """
+
+    job: Literal["rl", "sft"] = "rl"
+    """The command whose settings these are."""
+    groups: int = 8
+    """Prompts that are answered, `samples` times each, with the random numbers of the first step."""
+    show: int = 2
+    """Sequences shown token by token."""
+    html: str | None = None
+    """The page to write; audit-NUMBER.html if not given. `overwrite` replaces one that is there."""
+    page: bool = True
+    """Write the page."""
+    json: bool = False
+    """Print the findings as one JSON object."""
+    batch: int = 32
+    """sft: rows per step."""
+    max_length: int = 1024
+    """sft: longer rows are left out."""
+    train_stop: bool = True
+    """sft: train the choice to stop."""
+    max_new_tokens: int = 64
+    """sft: longest answer when evaluating."""
+
+    def __post_init__(self) -> None:
+        RLOptions.__post_init__(self)
+        if self.groups < 1 or self.show < 0:
+            raise ValueError(f"groups must be at least 1 and show at least 0, got {self.groups} and {self.show}")

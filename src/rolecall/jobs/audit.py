@@ -1,0 +1,130 @@
+"""`rolecall audit`: look before training."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from rolecall.config.audit import AuditOptions
+from rolecall.config.merge import resolve
+from rolecall.config.resume import saved_settings
+from rolecall.errors import UserError
+from rolecall.jobs.data import demonstrated, label, open_reward, prompt_rows, rendered_row
+from rolecall.jobs.rl import open_policy, sampler
+from rolecall.recipes.audit import Audit, Setup, Subject, audit_demonstrations, audit_rl
+from rolecall.rewards.records import RewardError
+from rolecall.rewards.sources import BUILT_IN
+from rolecall.rewards.verifiers import gold_answer
+from rolecall.tasks.names import resolve as resolve_rows
+
+
+def audit(
+    *,
+    preset: str = "grpo",
+    rows: str | Sequence[Mapping[str, Any]] | None = None,
+    reward: Any = None,
+    **settings: Any,
+) -> Audit:
+    """Look before training: `audit(model="tiny", rows="data.jsonl", reward=my_reward).errors`.
+
+    Takes what `rl` takes (with `job="sft"` what `sft` takes). A page is written only if `html` names it.
+    """
+    if preset not in AuditOptions.presets:
+        raise UserError(f"unknown preset {preset!r}; choose one of {', '.join(AuditOptions.presets)}")
+    given = dict(settings)
+    if isinstance(rows, str):
+        given["rows"] = rows
+    rewards = [] if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
+    if rewards and all(isinstance(source, str) for source in rewards):
+        given["reward"] = tuple(rewards)
+    base = (f"preset {preset}", AuditOptions.presets[preset])
+    if given.get("resume"):
+        base = ("config.json", saved_settings(given.get("out")))
+    options = resolve(AuditOptions, [base, ("the call", given)]).options
+    return run(options, rows=None if rows is None or isinstance(rows, str) else rows, rewards=rewards or None)
+
+
+def run(
+    options: AuditOptions,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    rewards: Sequence[Any] | None = None,
+) -> Audit:
+    """Run from options; rows and rewards that are objects take the place of the named ones."""
+    with ExitStack() as stack:
+        stack.enter_context(_quiet_rewards())
+        if options.job == "sft":
+            return _sft(options, rows)
+        return _rl(options, rows, rewards, stack)
+
+
+def _rl(
+    options: AuditOptions,
+    given: Sequence[Mapping[str, Any]] | None,
+    rewards: Sequence[Any] | None,
+    stack: ExitStack,
+) -> Audit:
+    source: Any = options.rows if given is None else given
+    train, test, task_reward = prompt_rows(source, options.eval, seed=options.seed)
+    task = resolve_rows(source) if task_reward is not None else None
+    sources = rewards or options.reward
+    reward = open_reward(
+        sources, task_reward, stack, weights=options.reward_weights, deadline_s=options.reward_deadline
+    )
+    problem = ""
+    try:
+        getattr(reward, "check_columns", lambda columns: None)(train.columns)
+    except RewardError as error:
+        problem = str(error)
+    policy = open_policy(options.model, options)
+    setup = Setup(
+        options=options,
+        policy=policy,
+        engine=sampler(policy, options),
+        reward=reward,
+        rows=train,
+        held_out=test,
+        gold=gold_answer if task is None else getattr(task, "gold"),  # noqa: B009  (a Task or Rows)
+        exact=all(name in BUILT_IN for name in sources) if sources else task_reward is not None,
+        groups=options.groups,
+        shown=options.show,
+    )
+    about = _about(options, given) | {
+        "reward": ", ".join(reward.names),
+        "looked at": f"{min(options.groups, len(train))} prompts x {options.samples} answers, {len(train):,} rows",
+    }
+    return audit_rl(setup, about=about, problem=problem)
+
+
+def _sft(options: AuditOptions, given: Sequence[Mapping[str, Any]] | None) -> Audit:
+    rows = demonstrated(options.rows if given is None else given, seed=options.seed)
+    policy = open_policy(options.model, options)
+    return audit_demonstrations(
+        Subject(options=options, policy=policy, rows=rows),
+        partial(rendered_row, policy=policy, chat=options.chat),
+        about=_about(options, given) | {"looked at": f"{len(rows):,} rows"},
+        max_length=options.max_length,
+        train_stop=options.train_stop,
+        shown=options.show,
+    )
+
+
+def _about(options: AuditOptions, given: Sequence[Any] | None) -> dict[str, str]:
+    return {
+        "command": f"rolecall {options.job}",
+        "model": options.model,
+        "rows": options.rows if given is None else label(given),
+    }
+
+
+@contextmanager
+def _quiet_rewards() -> Iterator[None]:
+    """What rewards log of failures is a finding here."""
+    logger = logging.getLogger("rolecall.rewards")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,40 @@
+"""How an audit names tokens and texts in its evidence."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from rolecall.policy.token_text import token_texts
+
+_LONGEST = 60
+_SPECIAL = re.compile(r"<.+>|\[.+\]", re.DOTALL)
+
+
+def named(tokenizer: Any, token: int) -> str:
+    """A token with its id: `'<|im_end|>' (258)`."""
+    return f"{token_texts(tokenizer, [token])[0]!r} ({token})"
+
+
+def named_all(tokenizer: Any, ids: Iterable[int]) -> str:
+    """Several tokens with their ids."""
+    return ", ".join(named(tokenizer, i) for i in ids) or "none"
+
+
+def quoted(text: Any) -> str:
+    """A text as Python would write it, cut to a length that fits a line."""
+    shown = text if isinstance(text, str) else str(text)
+    return repr(shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…")
+
+
+def share(part: int, whole: int) -> str:
+    """`3 of 8 (38%)`."""
+    return f"{part} of {whole} ({part / max(1, whole):.0%})"
+
+
+def is_text(tokenizer: Any, token: int) -> bool:
+    """True if the token is a piece of ordinary text; those made for a purpose are written `<…>` or `[…]`.
+
+    Told by the name because a tokenizer marks as special whatever its settings call eos or pad, letters too.
+    """
+    name = tokenizer.convert_ids_to_tokens(token)
+    return name is not None and not _SPECIAL.fullmatch(name)
