@@ -1,10 +1,8 @@
 """`rolecall audit` on the terminal."""
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -35,8 +33,7 @@ def _show(found: Audit, *, quiet: bool) -> None:
         for name, value in found.about.items():
             console.print(Text(f"{name:10} {visible_text(value)}"))
         for sample in found.samples:
-            for line in _table(sample):
-                console.print(Text(line))
+            console.print(Text("\n".join(_table(sample))))
     width = max(len(f.check) for f in found.findings)
     console.print()
     for finding in sorted(found.findings, key=lambda f: -_ORDER.index(f.level)):
@@ -70,8 +67,6 @@ def _table(sample: TokenSample) -> Iterator[str]:
     columns = (sample.roles, sample.verdicts, sample.logprobs, sample.ids, sample.tokens)
     for position, (role, verdict, logprob, token, text) in enumerate(zip(*columns, strict=True)):
         shown = "-" if logprob is None else f"{logprob:.3f}"
-        yield (
-            f"{position:6}  {role.lower():11}  {verdict.lower():14}  {shown:>8}  {token:6}  {visible_token(text)}"
-        )
+        yield (f"{position:6}  {role.lower():11}  {verdict.lower():14}  {shown:>8}  {token:6}  {visible_token(text)}")
     for sentence in sample.reasons.values():
         yield f"        {sentence}"

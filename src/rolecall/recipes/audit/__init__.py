@@ -5,6 +5,7 @@ step, the tokens it would train. Each check gives one `Finding`. Nothing is trai
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rolecall.recipes.audit.demonstrations import audit_demonstrations
 from rolecall.recipes.audit.model import model_checks
@@ -14,7 +15,6 @@ from rolecall.recipes.audit.reward import (
     check_gold,
     check_latency,
     check_works,
-    never_fires,
     probe,
 )
 from rolecall.recipes.audit.rollout import (
@@ -52,7 +52,7 @@ def audit_rl(setup: Setup, *, about: dict[str, str], problem: str = "") -> Audit
         row: tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for row, text in golds.items()
     }
     probes, failure = probe(setup, golds, rolled) if golds and not problem else ([], "")
-    problem = problem or failure or (rolled.failure if rolled.requests else "")
+    problem = problem or (rolled.failure if rolled.requests else "") or failure
     contents = [c.ids[:-1] if c.finish is Finish.STOP else c.ids for c in rolled.completions]
     gold = skipped("gold", "the reward cannot be used") if problem else check_gold(setup, rolled, probes)
     findings = (
@@ -68,11 +68,35 @@ def audit_rl(setup: Setup, *, about: dict[str, str], problem: str = "") -> Audit
         gold,
         check_determinism(setup, rolled),
         check_latency(setup, rolled),
-        check_groups(setup, rolled, fires=never_fires(rolled, probes) is None),
+        check_groups(setup, rolled),
         check_truncation(setup, rolled, gold_ids),
         check_sampling(setup),
     )
-    return Audit(about=about, findings=findings, samples=tuple(token_samples(setup, rolled)))
+    samples = tuple(token_samples(setup, rolled))
+    return Audit(about=about, findings=without_consequences(findings), samples=samples)
+
+
+def without_consequences(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """The findings with warnings that only follow from an error taken back, so that the cause stands out."""
+    wrong = [f.check for f in findings if f.level is Level.ERROR]
+    out = []
+    for finding in findings:
+        cause = next((name for name in wrong if name in _FOLLOWS.get(finding.check, ())), None)
+        if cause is not None and finding.level is Level.WARNING:
+            summary = f"not judged before {cause} is put right: {finding.summary}"
+            finding = replace(finding, level=Level.SKIPPED, summary=summary, advice="")
+        out.append(finding)
+    return tuple(out)
+
+
+_FOLLOWS = {
+    "groups": ("bos", "gold", "padding", "reward", "round-trip", "stop-ids", "truncation"),
+    "truncation": ("bos", "stop-ids"),
+    "padding": ("stop-ids",),
+    "stop-in-answer": ("stop-ids",),
+    "gold": ("reward",),
+}
+"""The errors that a check's warnings may come from."""
 
 
 def _golds(setup: Setup, sampled: Sequence[int]) -> dict[int, str]:

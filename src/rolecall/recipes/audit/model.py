@@ -7,7 +7,7 @@ from typing import Any
 
 from rolecall.policy.render import prefix_preserving
 from rolecall.recipes.audit.records import Finding, Rolled, Subject, error, ok, skipped, warning
-from rolecall.recipes.audit.tokens import is_text, named, named_all, quoted, share
+from rolecall.recipes.audit.tokens import is_text, named, named_all, quoted, share, special_ids
 from rolecall.types import Finish
 
 _MEANT = log(0.1)
@@ -63,7 +63,7 @@ def _template_end(subject: Subject, ending: str) -> Finding | None:
     ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
     if set(ids) & set(subject.stop_ids) or any(s in tail for s in subject.options.sampling.stop_strings):
         return None
-    special = [i for i in ids if i in tokenizer.all_special_ids]
+    special = [i for i in ids if i in special_ids(tokenizer)]
     wrote = named(tokenizer, special[0]) if special else quoted(tail)
     return error(
         "stop-ids",
@@ -78,7 +78,7 @@ def _template_end(subject: Subject, ending: str) -> Finding | None:
 def _goes_on(subject: Subject, rolled: Rolled, ending: str) -> Finding | None:
     """No answer holds a special token that the model is sure of, and goes on behind it."""
     tokenizer = subject.policy.tokenizer
-    special = set(tokenizer.all_special_ids) - set(subject.stop_ids) - {tokenizer.pad_token_id}
+    special = special_ids(tokenizer) - set(subject.stop_ids) - {tokenizer.pad_token_id}
     held: Counter[int] = Counter()
     for c in rolled.completions:
         drawn = zip(c.ids, c.behaviour_logprobs, strict=True)

@@ -42,6 +42,8 @@ class Probe:
     """The score of another row's different answer; None if there is none."""
     failure: str | None
     """Why the right answer has no score, where the reward says."""
+    stumbles: str | None
+    """Why an answer that says nothing has none."""
 
 
 def probe(setup: Setup, golds: Mapping[int, str], rolled: Rolled) -> tuple[list[Probe], str]:
@@ -90,7 +92,8 @@ def _probe(row: int, gold: str, scored: Sequence[Scored]) -> Probe:
         form=form,
         wrong=max(nonsense) if nonsense else None,
         other=rest[0].total if rest else None,
-        failure=next((s.failure for s in scored[:count] if s.failure is not None), None),
+        failure=next((s.failure for s in scored[:count] if s.failure is not None), None) if right is None else None,
+        stumbles=next((s.failure for s in scored[count : count + len(_NONSENSE)] if s.failure is not None), None),
     )
 
 
@@ -117,7 +120,8 @@ def check_works(setup: Setup, rolled: Rolled, probes: Sequence[Probe], problem: 
     reasons = [f for f in (rolled.scores.failures if rolled.scores else ()) if f is not None]
     none = [i for i, total in enumerate(totals) if total is None]
     unscored = [p for p in probes if p.right is None]
-    if not none and not unscored:
+    stumbles = [p.stumbles for p in probes if p.stumbles is not None]
+    if not none and not unscored and not stumbles:
         parts = ", ".join(setup.reward.names)
         return ok(check, f"every answer has a score ({parts})", f"{len(totals)} sampled answers scored")
     reasons += [p.failure for p in probes if p.failure is not None]
@@ -126,6 +130,9 @@ def check_works(setup: Setup, rolled: Rolled, probes: Sequence[Probe], problem: 
         evidence.append(f"{share(len(none), len(totals))} sampled answers have no score")
     if unscored:
         evidence.append(f"{share(len(unscored), len(probes))} right answers have no score")
+    if stumbles:
+        evidence.append(f"an answer that says nothing has no score in {share(len(stumbles), len(probes))} rows")
+        reasons += stumbles
     evidence.append(reasons[0] if reasons else "it returned None: is the row's answer column there?")
     bad = len(none) > _MANY_FAILED * max(1, len(totals)) or len(unscored) > _MANY_WRONG * max(1, len(probes))
     find = error if bad else warning
@@ -193,9 +200,10 @@ def _beaten(setup: Setup, rolled: Rolled, known: Sequence[Probe]) -> Finding | N
     """No sampled answer scores more than the right one."""
     by_row = {p.row: p for p in known}
     totals = rolled.scores.totals if rolled.scores else ()
+    margin = max(_CLOSE, 2 * _noise(rolled))
     for row, answer, total in zip(rolled.row_of, rolled.answers, totals, strict=False):
         p = by_row.get(row)
-        if p is not None and p.right is not None and total is not None and total > p.right + _CLOSE:
+        if p is not None and p.right is not None and total is not None and total > p.right + margin:
             return warning(
                 "gold",
                 f"a sampled answer scores {total:g}, more than the right answer's {p.right:g}",
@@ -203,6 +211,13 @@ def _beaten(setup: Setup, rolled: Rolled, known: Sequence[Probe]) -> Finding | N
                 advice="check whether the reward can be had without being right",
             )
     return None
+
+
+def _noise(rolled: Rolled) -> float:
+    """How far the same answer's scores lay apart."""
+    scores = rolled.scores
+    pairs = zip(scores.totals, scores.again, strict=True) if scores else ()
+    return max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=0.0)
 
 
 def _looks_away(setup: Setup, known: Sequence[Probe]) -> Finding | None:

@@ -91,11 +91,9 @@ def score_twice(reward: Reward, samples: Sequence[Sample]) -> tuple[Scores | Non
     ), ""
 
 
-def check_groups(setup: Setup, rolled: Rolled, *, fires: bool) -> Finding:
+def check_groups(setup: Setup, rolled: Rolled) -> Finding:
     """Whether the answers to a prompt score differently, which is all that a group can teach."""
     check, totals = "groups", rolled.scores.totals if rolled.scores else ()
-    if not fires:
-        return skipped(check, "the reward does not tell any answers apart, so groups cannot either")
     if not any(total is not None for total in totals):
         return skipped(check, rolled.failure or "no answer has a score")
     scores = torch.tensor([float("nan") if total is None else total for total in totals])

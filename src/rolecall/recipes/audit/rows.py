@@ -1,12 +1,13 @@
 """Checks of the rows: prompts that cannot be put to the model, lengths, duplicates, held-out rows, what a tokenizer loses."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rolecall.recipes.audit.records import Finding, Setup, error, ok, skipped, warning
-from rolecall.recipes.audit.tokens import named_all, quoted, share
+from rolecall.recipes.audit.tokens import named_all, quoted, share, special_ids
 from rolecall.recipes.sampling import prompt_request
 from rolecall.tasks.kinds import record
 from rolecall.tasks.rows import Rows, place_of
@@ -18,6 +19,7 @@ ENCODED = 64
 """Rows whose text is encoded and decoded again."""
 _MANY_DUPLICATES = 0.01
 _MANY_SEAMS = 0.5
+_SPACES = re.compile(r"(\s|\\[nrt])+")  # in JSON, where a line break is a backslash and a letter
 
 
 @dataclass(kw_only=True)
@@ -177,7 +179,7 @@ def check_held_out(setup: Setup, prompts: Prompts) -> Finding:
 
 def _key(prompt: Any, *, loose: bool = False) -> str:
     text = json.dumps(prompt, sort_keys=True, ensure_ascii=False, default=str)
-    return " ".join(text.replace("\\n", " ").casefold().split()) if loose else text
+    return _SPACES.sub(" ", text.casefold()).replace(' "', '"').replace('" ', '"') if loose else text
 
 
 def gold_of(setup: Setup, row: Mapping[str, Any]) -> str | None:
@@ -268,7 +270,7 @@ def check_seam(setup: Setup, prompts: Prompts) -> Finding:
     for index, ids in prompts.ids.items():
         row = setup.rows[index]
         gold = gold_of(setup, row)
-        if gold is None or ids[-1] in tokenizer.all_special_ids:
+        if gold is None or ids[-1] in special_ids(tokenizer):
             continue
         looked += 1
         whole = tuple(tokenizer(row["prompt"] + gold, verbose=False)["input_ids"])

@@ -38,3 +38,9 @@ def is_text(tokenizer: Any, token: int) -> bool:
     """
     name = tokenizer.convert_ids_to_tokens(token)
     return name is not None and not _SPECIAL.fullmatch(name)
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Tokens that are no text, those too that the settings give no part to."""
+    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | set(tokenizer.all_special_ids)
