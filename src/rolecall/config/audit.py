@@ -20,6 +20,8 @@ class AuditOptions(RLOptions):
     """Prompts that are answered, `samples` times each, with the random numbers of the first step."""
     show: int = 2
     """Sequences shown token by token."""
+    gold_form: str | None = None
+    """How the reward wants an answer written if not in a common way: `The answer is {}`. {} is the row's answer."""
     html: str | None = None
     """The page to write; audit-NUMBER.html if not given. `overwrite` replaces one that is there."""
     page: bool = True
@@ -39,3 +41,5 @@ class AuditOptions(RLOptions):
         RLOptions.__post_init__(self)
         if self.groups < 1 or self.show < 0:
             raise ValueError(f"groups must be at least 1 and show at least 0, got {self.groups} and {self.show}")
+        if self.gold_form is not None and "{}" not in self.gold_form:
+            raise ValueError(f"gold_form needs a {{}} where the row's answer goes, got {self.gold_form!r}")

@@ -13,6 +13,7 @@ from rolecall.errors import UserError
 from rolecall.jobs.data import demonstrated, label, open_reward, prompt_rows, rendered_row
 from rolecall.jobs.rl import open_policy, sampler
 from rolecall.recipes.audit import Audit, Setup, Subject, audit_demonstrations, audit_rl
+from rolecall.rewards.calling import text_of
 from rolecall.rewards.records import RewardError
 from rolecall.rewards.sources import BUILT_IN
 from rolecall.rewards.verifiers import gold_answer
@@ -85,8 +86,9 @@ def _rl(
         reward=reward,
         rows=train,
         held_out=test,
-        gold=gold_answer if task is None else getattr(task, "gold"),  # noqa: B009  (a Task or Rows)
+        gold=getattr(task, "gold", _own_answer),
         exact=all(name in BUILT_IN for name in sources) if sources else task_reward is not None,
+        gold_form=options.gold_form,
         groups=options.groups,
         shown=options.show,
     )
@@ -95,6 +97,12 @@ def _rl(
         "looked at": f"{min(options.groups, len(train))} prompts x {options.samples} answers, {len(train):,} rows",
     }
     return audit_rl(setup, about=about, problem=problem)
+
+
+def _own_answer(row: Mapping[str, Any]) -> str | None:
+    """The answer of a row that is of no task: its answer column, or what it demonstrates."""
+    shown = row.get("completion")
+    return gold_answer(row) or (text_of(shown) if isinstance(shown, str | list) else None)
 
 
 def _sft(options: AuditOptions, given: Sequence[Mapping[str, Any]] | None) -> Audit:

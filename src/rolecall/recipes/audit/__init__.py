@@ -37,6 +37,7 @@ from rolecall.recipes.audit.rows import (
     look_at_prompts,
     texts_of,
 )
+from rolecall.recipes.audit.tokens import encoded
 from rolecall.types import Finish
 
 __all__ = ["Audit", "Finding", "Level", "Setup", "Subject", "TokenSample", "audit_demonstrations", "audit_rl"]
@@ -48,9 +49,7 @@ def audit_rl(setup: Setup, *, about: dict[str, str], problem: str = "") -> Audit
     rolled = roll(setup, prompts, scored=not problem)
     golds = _golds(setup, rolled.rows)
     tokenizer = setup.policy.tokenizer
-    gold_ids = {
-        row: tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for row, text in golds.items()
-    }
+    gold_ids = {row: ids for row, text in golds.items() if (ids := encoded(tokenizer, text)) is not None}
     probes, failure = probe(setup, golds, rolled) if golds and not problem else ([], "")
     problem = problem or (rolled.failure if rolled.requests else "") or failure
     contents = [c.ids[:-1] if c.finish is Finish.STOP else c.ids for c in rolled.completions]

@@ -137,6 +137,8 @@ class Setup(Subject):
     """What it is evaluated on, if it is."""
     gold: Callable[[Mapping[str, Any]], str | None]
     """A row's right answer, None if it has none."""
+    gold_form: str | None = None
+    """One more way to write a right answer; {} stands for it."""
     exact: bool = False
     """True if every part of the reward is a verifier of rolecall's own, whose best score is known to be 1."""
     groups: int = 8

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rolecall.errors import UserError
 from rolecall.recipes.audit.records import Finding, Rolled, Setup, error, ok, skipped, warning
-from rolecall.recipes.audit.tokens import quoted, share
+from rolecall.recipes.audit.tokens import encoded, quoted, share
 from rolecall.recipes.sampling import as_completion
 from rolecall.rewards.records import Sample, Scored
 from rolecall.tasks.rows import place_of
@@ -13,7 +13,7 @@ from rolecall.tasks.rows import place_of
 _FORMS = {
     "as it stands": "{}",
     "in <answer> tags": "<answer>{}</answer>",
-    "in \\boxed{}": "\\boxed{{{}}}",
+    "in \\boxed{}": "\\boxed{{}}",
     "behind ####": "#### {}",
 }
 """How right answers are commonly written; rows often hold the bare result only."""
@@ -46,54 +46,76 @@ class Probe:
     """Why an answer that says nothing has none."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Try:
+    """A text to score."""
+
+    row: int
+    kind: str
+    """right, wrong or other, as in `Probe`."""
+    text: str
+    form: str = ""
+
+
 def probe(setup: Setup, golds: Mapping[int, str], rolled: Rolled) -> tuple[list[Probe], str]:
     """Score right and wrong answers to some rows; or nothing, and why."""
     rows = [row for row in dict.fromkeys([*rolled.rows, *golds]) if row in golds][: setup.groups]
-    texts: list[tuple[int, str]] = []
-    for row in rows:
-        others = [text for text in golds.values() if text.strip() != golds[row].strip()]
-        tried = [form.format(golds[row]) for form in _FORMS.values()]
-        texts += [(row, text) for text in [*tried, *_NONSENSE, *others[:1]]]
+    tries = [t for row in rows for t in _tries(setup, row, golds)]
     try:
-        scored = setup.reward.score(
-            [_sample(setup, *text, i) for i, text in enumerate(texts)], state={"global_step": 0}
-        )
+        samples = [_sample(setup, t, number) for number, t in enumerate(tries)]
+        scored = setup.reward.score(samples, state={"global_step": 0})
     except UserError as problem:
         return [], str(problem)
-    by_row: dict[int, list[Scored]] = {row: [] for row in rows}
-    for (row, _), score in zip(texts, scored, strict=True):
-        by_row[row].append(score)
+    by_row: dict[int, list[tuple[_Try, Scored]]] = {row: [] for row in rows}
+    for t, score in zip(tries, scored, strict=True):
+        by_row[t.row].append((t, score))
     return [_probe(row, golds[row], by_row[row]) for row in rows], ""
 
 
-def _sample(setup: Setup, index: int, text: str, number: int) -> Sample:
-    row = setup.rows[index]
+def _tries(setup: Setup, row: int, golds: Mapping[int, str]) -> list[_Try]:
+    gold, shown = golds[row], setup.rows[row].get("completion")
+    forms = {name: form.replace("{}", gold) for name, form in _FORMS.items()}
+    if setup.gold_form is not None:
+        forms["in gold_form"] = setup.gold_form.replace("{}", gold)
+    if isinstance(shown, str):
+        forms["as the row's completion"] = shown
+    others = [text for text in golds.values() if text.strip() != gold.strip()]
+    return [
+        *(_Try(row=row, kind="right", text=text, form=name) for name, text in forms.items()),
+        *(_Try(row=row, kind="wrong", text=text) for text in _NONSENSE),
+        *(_Try(row=row, kind="other", text=text) for text in others[:1]),
+    ]
+
+
+def _sample(setup: Setup, t: _Try, number: int) -> Sample:
+    row = setup.rows[t.row]
     return Sample(
-        prompt=row["prompt"],
-        completion=as_completion(row["prompt"], text),
-        completion_ids=setup.policy.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"],
+        prompt=row.get("prompt", ""),
+        completion=as_completion(row.get("prompt", ""), t.text),
+        completion_ids=encoded(setup.policy.tokenizer, t.text) or (),
         row=row,
-        prompt_index=index,
+        prompt_index=t.row,
         sample_index=number,
     )
 
 
-def _probe(row: int, gold: str, scored: Sequence[Scored]) -> Probe:
-    count = len(_FORMS)
-    forms = [(s.total, name) for s, name in zip(scored, _FORMS, strict=False) if s.total is not None]
+def _probe(row: int, gold: str, scored: Sequence[tuple[_Try, Scored]]) -> Probe:
+    forms = [(s.total, t.form) for t, s in scored if t.kind == "right" and s.total is not None]
     # The first of the best, so that the plainest way to write it is named.
     right, form = max(forms, key=lambda pair: pair[0]) if forms else (None, "")
-    nonsense = [s.total for s in scored[count : count + len(_NONSENSE)] if s.total is not None]
-    rest = scored[count + len(_NONSENSE) :]
+    totals = {
+        kind: [s.total for t, s in scored if t.kind == kind and s.total is not None] for kind in ("wrong", "other")
+    }
+    failures = {kind: [s.failure for t, s in scored if t.kind == kind and s.failure] for kind in ("right", "wrong")}
     return Probe(
         row=row,
         gold=gold,
         right=right,
         form=form,
-        wrong=max(nonsense) if nonsense else None,
-        other=rest[0].total if rest else None,
-        failure=next((s.failure for s in scored[:count] if s.failure is not None), None) if right is None else None,
-        stumbles=next((s.failure for s in scored[count : count + len(_NONSENSE)] if s.failure is not None), None),
+        wrong=max(totals["wrong"], default=None),
+        other=max(totals["other"], default=None),
+        failure=next(iter(failures["right"]), None) if right is None else None,
+        stumbles=next(iter(failures["wrong"]), None),
     )
 
 
@@ -177,7 +199,9 @@ def _no_better_than_nonsense(setup: Setup, known: Sequence[Probe]) -> Finding | 
         "gold",
         f"the right answer scores no more than one that says nothing in {share(len(bad), len(known))} rows",
         _row_of(setup, bad[0]),
-        advice="check that reward and rows mean the same answer: its column, its format, its rounding",
+        f"it was written {', '.join(_FORMS)}{' and in gold_form' if setup.gold_form else ''}",
+        advice="check that reward and rows mean the same answer (its column, its rounding); if the reward wants it "
+        "written in another way, say how: --gold_form 'The answer is {}'",
     )
 
 

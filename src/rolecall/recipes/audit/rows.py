@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rolecall.recipes.audit.records import Finding, Setup, error, ok, skipped, warning
-from rolecall.recipes.audit.tokens import named_all, quoted, share, special_ids
+from rolecall.recipes.audit.tokens import encoded, named_all, quoted, share, special_ids
 from rolecall.recipes.sampling import prompt_request
 from rolecall.tasks.kinds import record
 from rolecall.tasks.rows import Rows, place_of
@@ -238,7 +238,7 @@ def check_round_trip(
             f"{quoted(text)} comes back as {quoted(_back(tokenizer, text))}",
             advice="answers train as they were sampled, but other software that encodes their text sees another answer",
         )
-    other = sum(tuple(tokenizer(_decoded(tokenizer, i), add_special_tokens=False)["input_ids"]) != i for i in answers)
+    other = sum(encoded(tokenizer, _decoded(tokenizer, ids)) != ids for ids in answers)
     broken = sum("\ufffd" in _decoded(tokenizer, ids) for ids in answers)
     return ok(
         check,
@@ -257,7 +257,10 @@ def _back(tokenizer: Any, text: str) -> str | None:
     """What becomes of a text; None if it stays as it is, but for a space that some tokenizers put or drop in front."""
     if "\ufffd" in text:  # bytes that are no character have no text to compare
         return None
-    back = _decoded(tokenizer, tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]))
+    ids = encoded(tokenizer, text)
+    if ids is None:
+        return "nothing: it is not valid Unicode"
+    back = _decoded(tokenizer, ids)
     return None if back.removeprefix(" ") == text.removeprefix(" ") else back
 
 
@@ -270,12 +273,12 @@ def check_seam(setup: Setup, prompts: Prompts) -> Finding:
     for index, ids in prompts.ids.items():
         row = setup.rows[index]
         gold = gold_of(setup, row)
-        if gold is None or ids[-1] in special_ids(tokenizer):
+        if gold is None or not isinstance(row["prompt"], str) or ids[-1] in special_ids(tokenizer):
             continue
         looked += 1
-        whole = tuple(tokenizer(row["prompt"] + gold, verbose=False)["input_ids"])
-        if whole[: len(ids)] != ids:
-            merged.append((index, ids, whole))
+        bare, whole = (encoded(tokenizer, text) or () for text in (row["prompt"], row["prompt"] + gold))
+        if whole[: len(bare)] != bare:
+            merged.append((index, bare, whole))
     if not looked:
         return skipped(check, "the rows have no answers to put behind their prompts")
     if len(merged) <= _MANY_SEAMS * looked:

@@ -44,3 +44,12 @@ def special_ids(tokenizer: Any) -> set[int]:
     """Tokens that are no text, those too that the settings give no part to."""
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     return added | set(tokenizer.all_special_ids)
+
+
+def encoded(tokenizer: Any, text: str) -> tuple[int, ...] | None:
+    """The text's tokens and none around it; None if it is not valid Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a pair, which JSON can hold
+        return None
+    return tuple(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
