@@ -5,10 +5,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rolecall.cli.train import display
-from rolecall.cli.visible import visible_text
 from rolecall.config.demo import DemoOptions
 from rolecall.jobs.demo import TASK, Demo, demo
 from rolecall.train.progress import duration
+from rolecall.visible import visible_text
 
 _ABOUT = {
     "sft": "imitation",
