@@ -58,3 +58,8 @@ def too_few(completions, **_):
 def short(completion_text, answer):
     """Can be had without being right."""
     return float(completion_text.strip() == answer) + 2.0 * (len(completion_text) == 1)
+
+
+def shaped(completion_text, answer):
+    """A little for the last digit."""
+    return float(completion_text.strip() == answer) + 0.001 * (ord(completion_text[-1:] or "0") % 10)

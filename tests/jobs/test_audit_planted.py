@@ -73,6 +73,11 @@ def test_own_stop_ids_that_leave_out_the_models(tiny_model):
     assert "the model writes '<|im_end|>' (258) and goes on" in said
 
 
+def test_own_stop_ids_where_the_pad_is_the_end(chat_model):
+    said = only(chat(chat_model, **{"sampling.stop_ids": (257,)}), "stop-ids", "error")
+    assert "'<|im_end|>' (258)" in said
+
+
 def test_tokenizer_and_generation_config_that_disagree(tiny_model, tmp_path):
     model = with_generation_config(tiny_model, tmp_path / "model", eos_token_id=257)
     said = only(audit(model=model), "stop-ids", "warning")
@@ -306,6 +311,19 @@ def test_flat_groups(tiny_model):
     said = only(audit(model=tiny_model, rows="addition:digits=4", reward=None), "groups", "warning")
     assert "8 of 8 (100%) groups are flat; rewards from 0 to 0" in said
     assert "SFT" in said
+
+
+def test_differences_that_are_scaled_up_from_next_to_nothing(tiny_model):
+    said = only(audit(model=tiny_model, reward=rewards.shaped), "groups", "warning")
+    assert "scores differ by next to nothing, and grpo scales" in said
+    unscaled = audit(model=tiny_model, reward=rewards.shaped, algorithm={"scale": "none"})
+    assert unscaled["groups"].level is Level.OK
+
+
+def test_answers_that_are_compared_over_the_batch(tiny_model):
+    assert audit(model=tiny_model, preset="reinforce", samples=1)["groups"].level is Level.OK
+    hard = audit(model=tiny_model, preset="reinforce", samples=1, rows="addition:digits=4", reward=None)
+    assert "the answers of the batch score the same" in only(hard, "groups", "warning")
 
 
 def test_sampling_from_a_part_of_the_vocabulary(tiny_model):

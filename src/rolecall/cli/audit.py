@@ -1,30 +1,78 @@
 """`rolecall audit` on the terminal."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from rolecall.cli.visible import visible_text, visible_token
 from rolecall.config.audit import AuditOptions
 from rolecall.files import plain
 from rolecall.jobs.audit import run as audit
+from rolecall.jobs.audit import write_page
 from rolecall.recipes.audit import Audit, Finding, Level, TokenSample
+from rolecall.visible import visible_text, visible_token
 
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "bold red", Level.SKIPPED: "dim"}
 _ORDER = (Level.ERROR, Level.WARNING, Level.OK, Level.SKIPPED)
 
 
 def run(options: AuditOptions) -> int:
-    """Print samples and findings, the worst last; 1 if there is an error."""
-    found = audit(options)
+    """Print samples and findings, the worst last, and write the page; 1 if there is an error."""
+    page = _page_path(options)
+    with _working(options):
+        found = audit(options)
     if options.json:
-        print(json.dumps(plain(found), ensure_ascii=False))
+        print(json.dumps(_as_json(found), ensure_ascii=False))
     else:
         _show(found, quiet=options.quiet)
+    if page is not None:
+        write_page(found, page)
+        if not options.quiet:
+            print(f"page: {page}", file=sys.stderr)
     return 1 if found.errors else 0
+
+
+def _page_path(options: AuditOptions) -> Path | None:
+    """Where the page goes."""
+    if not options.page:
+        return None
+    if options.html is not None:
+        return Path(options.html).expanduser()
+    number = 1
+    while Path(f"audit-{number}.html").exists():
+        number += 1
+    return Path(f"audit-{number}.html")
+
+
+def _working(options: AuditOptions) -> AbstractContextManager[object]:
+    """Something that moves on a terminal while the model answers."""
+    console = Console(stderr=True)
+    if options.quiet or not console.is_terminal:
+        return nullcontext()
+    answers = f", {options.groups} x {options.samples} answers" if options.job == "rl" else ""
+    return console.status(Text(f"looking at {visible_text(options.model)} and its rows{answers}"))
+
+
+def _as_json(found: Audit) -> dict[str, object]:
+    samples = [
+        {
+            "title": sample.title,
+            "note": sample.note,
+            "score": sample.score,
+            "ids": sample.ids,
+            "tokens": sample.tokens,
+            "roles": [role.lower() for role in sample.roles],
+            "verdicts": [verdict.lower() for verdict in sample.verdicts],
+            "logprobs": sample.logprobs,
+        }
+        for sample in found.samples
+    ]
+    return {"about": dict(found.about), "findings": [plain(f) for f in found.findings], "samples": samples}
 
 
 def _show(found: Audit, *, quiet: bool) -> None:

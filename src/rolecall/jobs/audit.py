@@ -4,20 +4,26 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rolecall.config.audit import AuditOptions
 from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
+from rolecall.files import DiskError, write_atomically
 from rolecall.jobs.data import demonstrated, label, open_reward, prompt_rows, rendered_row
 from rolecall.jobs.rl import open_policy, sampler
+from rolecall.look.audit_page import audit_html
+from rolecall.look.tokens import Sample
+from rolecall.maths.roles import Role, Verdict
 from rolecall.recipes.audit import Audit, Setup, Subject, audit_demonstrations, audit_rl
 from rolecall.rewards.calling import text_of
 from rolecall.rewards.records import RewardError
 from rolecall.rewards.sources import BUILT_IN
 from rolecall.rewards.verifiers import gold_answer
 from rolecall.tasks.names import resolve as resolve_rows
+from rolecall.train.exit_codes import ExitCode
 
 
 def audit(
@@ -43,7 +49,10 @@ def audit(
     if given.get("resume"):
         base = ("config.json", saved_settings(given.get("out")))
     options = resolve(AuditOptions, [base, ("the call", given)]).options
-    return run(options, rows=None if rows is None or isinstance(rows, str) else rows, rewards=rewards or None)
+    found = run(options, rows=None if rows is None or isinstance(rows, str) else rows, rewards=rewards or None)
+    if options.html is not None:
+        write_page(found, options.html)
+    return found
 
 
 def run(
@@ -52,7 +61,9 @@ def run(
     rows: Sequence[Mapping[str, Any]] | None = None,
     rewards: Sequence[Any] | None = None,
 ) -> Audit:
-    """Run from options; rows and rewards that are objects take the place of the named ones."""
+    """Run from options, without writing a page; rows and rewards that are objects take the place of the named ones."""
+    if options.html is not None:
+        _check_place(Path(options.html).expanduser(), overwrite=options.overwrite)
     with ExitStack() as stack:
         stack.enter_context(_quiet_rewards())
         if options.job == "sft":
@@ -112,8 +123,8 @@ def _sft(options: AuditOptions, given: Sequence[Mapping[str, Any]] | None) -> Au
         Subject(options=options, policy=policy, rows=rows),
         partial(rendered_row, policy=policy, chat=options.chat),
         about=_about(options, given) | {"looked at": f"{len(rows):,} rows"},
-        max_length=options.max_length,
-        train_stop=options.train_stop,
+        max_length=options.longest_row,
+        train_stop=options.train_stop is not False,
         shown=options.show,
     )
 
@@ -124,6 +135,39 @@ def _about(options: AuditOptions, given: Sequence[Any] | None) -> dict[str, str]
         "model": options.model,
         "rows": options.rows if given is None else label(given),
     }
+
+
+def _check_place(path: Path, *, overwrite: bool) -> None:
+    """Refuse a page that cannot be written, before any work is done."""
+    if path.is_dir():
+        raise UserError(f"{path} is a directory: give the page a name in it, such as {path / 'audit.html'}")
+    if path.exists() and not overwrite:
+        raise UserError(f"{path} is there already: give another name, or overwrite")
+    if not path.parent.is_dir():
+        raise UserError(f"there is no directory {path.parent} to write {path.name} to: make it first")
+
+
+def write_page(found: Audit, path: str | Path) -> None:
+    """Write the audit as one HTML file."""
+    path = Path(path).expanduser()
+    samples = [
+        Sample(
+            title=sample.title,
+            pieces=sample.pieces,
+            ids=sample.ids,
+            roles=[Role[name] for name in sample.roles],
+            verdicts=[Verdict[name] for name in sample.verdicts],
+            numbers={"behaviour_logprob": sample.logprobs} if any(p is not None for p in sample.logprobs) else {},
+            labels=[sample.note],
+        )
+        for sample in found.samples
+    ]
+    title = f"Audit of {found.about['model']} on {found.about['rows']}"
+    html = audit_html(title=title, about=found.about, findings=found.findings, samples=samples)
+    try:
+        write_atomically(path, html.encode())
+    except DiskError as error:
+        raise UserError(str(error), exit_code=ExitCode.DISK) from error
 
 
 @contextmanager

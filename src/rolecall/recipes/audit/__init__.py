@@ -16,6 +16,7 @@ from rolecall.recipes.audit.reward import (
     check_latency,
     check_works,
     probe,
+    worth_of,
 )
 from rolecall.recipes.audit.rollout import (
     check_groups,
@@ -67,7 +68,7 @@ def audit_rl(setup: Setup, *, about: dict[str, str], problem: str = "") -> Audit
         gold,
         check_determinism(setup, rolled),
         check_latency(setup, rolled),
-        check_groups(setup, rolled),
+        check_groups(setup, rolled, worth=worth_of(probes)),
         check_truncation(setup, rolled, gold_ids),
         check_sampling(setup),
     )

@@ -78,7 +78,9 @@ def _template_end(subject: Subject, ending: str) -> Finding | None:
 def _goes_on(subject: Subject, rolled: Rolled, ending: str) -> Finding | None:
     """No answer holds a special token that the model is sure of, and goes on behind it."""
     tokenizer = subject.policy.tokenizer
-    special = special_ids(tokenizer) - set(subject.stop_ids) - {tokenizer.pad_token_id}
+    # A pad token that is sampled is judged by `check_padding`, unless the model's files call it an end as well.
+    pad = {tokenizer.pad_token_id} - set(subject.policy.stop_ids)
+    special = special_ids(tokenizer) - set(subject.stop_ids) - pad
     held: Counter[int] = Counter()
     for c in rolled.completions:
         drawn = zip(c.ids, c.behaviour_logprobs, strict=True)

@@ -57,8 +57,8 @@ class TokenSample:
     """How it ended and what it scored."""
     ids: tuple[int, ...]
     """Token ids, those of the prompt first."""
-    tokens: tuple[str, ...]
-    """The text of each token; bytes that are no whole character as escapes."""
+    pieces: tuple[bytes, ...]
+    """What each token writes, as UTF-8; a token may hold a part of a character."""
     roles: tuple[str, ...]
     """`maths.roles.Role` by name."""
     verdicts: tuple[str, ...]
@@ -69,6 +69,11 @@ class TokenSample:
     """None where the policy did not choose."""
     score: float | None = None
     """The reward; None where there is none."""
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The text of each token; a byte that is no whole character is written `\\xe2`."""
+        return tuple(piece.decode("utf-8", errors="backslashreplace") for piece in self.pieces)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,6 +191,12 @@ class Rolled:
     def row_of(self) -> list[int]:
         """The row of each answer."""
         return [self.rows[self.by_prompt[c.prompt]] for c in self.completions]
+
+    @property
+    def noise(self) -> float:
+        """How far the same answer's scores lay apart at most."""
+        pairs = zip(self.scores.totals, self.scores.again, strict=True) if self.scores else ()
+        return max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=0.0)
 
 
 def ok(check: str, summary: str, *evidence: str) -> Finding:

@@ -128,6 +128,12 @@ def never_fires(rolled: Rolled, probes: Sequence[Probe]) -> float | None:
     return totals[0] if totals and max(totals) - min(totals) <= _CLOSE else None
 
 
+def worth_of(probes: Sequence[Probe]) -> float | None:
+    """How much more right answers score than such as say nothing, half of them at least; None if that is unknown."""
+    gaps = sorted(p.right - p.wrong for p in probes if p.right is not None and p.wrong is not None)
+    return gaps[len(gaps) // 2] if gaps else None
+
+
 def check_works(setup: Setup, rolled: Rolled, probes: Sequence[Probe], problem: str) -> Finding:
     """Whether the reward gives a number for every answer. `problem`: why it could not be called."""
     check = "reward"
@@ -224,7 +230,7 @@ def _beaten(setup: Setup, rolled: Rolled, known: Sequence[Probe]) -> Finding | N
     """No sampled answer scores more than the right one."""
     by_row = {p.row: p for p in known}
     totals = rolled.scores.totals if rolled.scores else ()
-    margin = max(_CLOSE, 2 * _noise(rolled))
+    margin = max(_CLOSE, 2 * rolled.noise)
     for row, answer, total in zip(rolled.row_of, rolled.answers, totals, strict=False):
         p = by_row.get(row)
         if p is not None and p.right is not None and total is not None and total > p.right + margin:
@@ -235,13 +241,6 @@ def _beaten(setup: Setup, rolled: Rolled, known: Sequence[Probe]) -> Finding | N
                 advice="check whether the reward can be had without being right",
             )
     return None
-
-
-def _noise(rolled: Rolled) -> float:
-    """How far the same answer's scores lay apart."""
-    scores = rolled.scores
-    pairs = zip(scores.totals, scores.again, strict=True) if scores else ()
-    return max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=0.0)
 
 
 def _looks_away(setup: Setup, known: Sequence[Probe]) -> Finding | None:

@@ -8,7 +8,7 @@ import torch
 from rolecall.errors import UserError
 from rolecall.maths.advantages import flat_groups
 from rolecall.maths.roles import Role, TrainRule, Verdict
-from rolecall.policy.token_text import token_texts
+from rolecall.policy.token_text import token_bytes
 from rolecall.recipes.audit.records import Finding, Rolled, Scores, Setup, TokenSample, error, ok, skipped, warning
 from rolecall.recipes.audit.rows import Prompts
 from rolecall.recipes.audit.tokens import named, quoted, share
@@ -19,6 +19,9 @@ from rolecall.train.data import RowOrder
 from rolecall.types import Finish, Request, Trajectory
 
 _MOSTLY_FLAT = 0.9
+_SMALL = 0.05
+"""Of what being right is worth."""
+_MANY_SMALL = 0.25
 _MANY_CUT = 0.5
 _SOME_GOLD_CUT = 0.05
 
@@ -91,43 +94,51 @@ def score_twice(reward: Reward, samples: Sequence[Sample]) -> tuple[Scores | Non
     ), ""
 
 
-def check_groups(setup: Setup, rolled: Rolled) -> Finding:
-    """Whether the answers to a prompt score differently, which is all that a group can teach."""
+def check_groups(setup: Setup, rolled: Rolled, *, worth: float | None) -> Finding:
+    """Whether the answers to a prompt score differently, which is all that a group can teach.
+
+    `worth`: how much more a right answer scores than one that says nothing, if that is known.
+    """
     check, totals = "groups", rolled.scores.totals if rolled.scores else ()
     if not any(total is not None for total in totals):
         return skipped(check, rolled.failure or "no answer has a score")
-    scores = torch.tensor([float("nan") if total is None else total for total in totals])
-    known = ~scores.isnan()
     lone = setup.options.samples == 1
-    groups = torch.zeros(len(totals), dtype=torch.long)
+    groups: dict[int, list[float]] = {}
+    for c, total in zip(rolled.completions, totals, strict=True):
+        if total is not None:
+            groups.setdefault(0 if lone else c.prompt, []).append(total)
+    known = [total for group in groups.values() for total in group]
+    spreads = [max(group) - min(group) for group in groups.values()]
+    flat = sum(spread == 0 for spread in spreads)
+    numbers = f"rewards from {min(known):g} to {max(known):g}, mean {sum(known) / len(known):.3g}"
     if not lone:
-        groups = torch.tensor([c.prompt for c in rolled.completions])
-    flat = flat_groups(scores, groups, include=known)
-    count = len(groups.unique())
-    flat_count = len(groups[flat].unique())
-    mean = float(scores[known].mean())
-    numbers = f"{share(flat_count, count)} groups are flat; rewards from {scores[known].min():g} to {scores[known].max():g}, mean {mean:.3g}"
-    if lone:
-        numbers = (
-            f"{len(totals)} answers; rewards from {scores[known].min():g} to {scores[known].max():g}, mean {mean:.3g}"
+        numbers = f"{share(flat, len(groups))} groups are flat; {numbers}"
+    if flat > _MOSTLY_FLAT * len(groups):
+        row = rolled.row_of[0]
+        return warning(
+            check,
+            f"the answers of {'the batch' if lone else 'nearly all groups' if flat < len(groups) else 'all groups'} "
+            f"score the same: the first step has nothing to learn from",
+            numbers,
+            f"{place_of(setup.rows, row)}: {quoted(setup.rows[row]['prompt'])}, answered "
+            f"{', '.join(quoted(answer) for answer in rolled.answers[:3])}",
+            advice="start from a model that is right sometimes (SFT), or take easier rows"
+            if min(known) == max(known) <= 0
+            else "take rows that the model gets right sometimes and wrong sometimes, or more samples",
         )
-    if flat_count <= _MOSTLY_FLAT * count:
-        return ok(
-            check, "answers to the same prompt score differently" if not lone else "answers score differently", numbers
+    # What differs only because the reward is noisy is told by `check_determinism`.
+    small = [s for s in spreads if worth is not None and 2 * rolled.noise < s < _SMALL * worth]
+    o = setup.options.algorithm
+    if o.name == "grpo" and o.scale == "group" and len(small) > _MANY_SMALL * (len(spreads) - flat):
+        return warning(
+            check,
+            f"in {share(len(small), len(groups))} groups scores differ by next to nothing, and grpo scales each group's "
+            "differences up to full advantages",
+            f"a right answer is worth {worth:g} more than nonsense; these groups span {min(small):.2g} to {max(small):.2g}",
+            numbers,
+            advice="drop the small part of the reward, give it to right answers only, or set algorithm.scale to none",
         )
-    best, worst = float(scores[known].max()), float(scores[known].min())
-    same = "score the same" if best == worst else "score the same within each group"
-    return warning(
-        check,
-        f"the answers of {'the batch' if lone else 'nearly all groups' if flat_count < count else 'all groups'} {same}: "
-        "the first step has nothing to learn from",
-        numbers,
-        f"{place_of(setup.rows, rolled.row_of[0])}: {quoted(setup.rows[rolled.row_of[0]]['prompt'])}, answered "
-        f"{', '.join(quoted(a) for a in rolled.answers[:3])}",
-        advice="start from a model that is right sometimes (SFT), or take easier rows"
-        if best == worst and best <= 0
-        else "take rows that the model gets right sometimes and wrong sometimes, or more samples",
-    )
+    return ok(check, f"answers {'' if lone else 'to the same prompt '}score differently", numbers)
 
 
 def check_truncation(setup: Setup, rolled: Rolled, golds: dict[int, tuple[int, ...]]) -> Finding:
@@ -247,7 +258,7 @@ def token_sample(
         title=title,
         note=note,
         ids=trajectory.ids,
-        tokens=tuple(token_texts(tokenizer, trajectory.ids)),
+        pieces=tuple(token_bytes(tokenizer, trajectory.ids)),
         roles=tuple(Role(role).name for role in trajectory.roles),
         verdicts=tuple(verdict.name for verdict in verdicts),
         reasons={verdict.name: verdict.sentence for verdict in sorted(set(verdicts))},
