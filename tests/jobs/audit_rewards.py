@@ -63,3 +63,7 @@ def short(completion_text, answer):
 def shaped(completion_text, answer):
     """A little for the last digit."""
     return float(completion_text.strip() == answer) + 0.001 * (ord(completion_text[-1:] or "0") % 10)
+
+
+def in_words(completion_text, answer):
+    return float(completion_text == f"It is {answer}!")

@@ -10,6 +10,7 @@ from tokenizers import normalizers, processors
 import rolecall
 from rolecall.policy.tiny import tiny_tokenizer
 from rolecall.recipes.audit import Level
+from rolecall.train.progress import Quiet
 
 BASE = {"sampling.max_new_tokens": 12, "samples": 8}
 
@@ -269,6 +270,28 @@ def test_a_reward_that_can_be_had_without_being_right(tiny_model):
     assert "a sampled answer scores 2, more than the right answer's 1" in said
 
 
+def test_a_right_answer_that_the_reward_wants_in_a_form_of_its_own(tiny_model):
+    said = only(audit(model=tiny_model, reward=rewards.in_words), "gold", "error")
+    assert "all score 0" in said
+    assert "--gold_form" in said
+    found = audit(model=tiny_model, reward=rewards.in_words, gold_form="It is {}!")
+    assert "in gold_form" in found["gold"].evidence[0]
+    assert only(found, "groups", "warning")
+    shown = [row | {"completion": f"It is {row['answer']}!"} for row in sums()]
+    found = audit(model=tiny_model, reward=rewards.in_words, rows=shown)
+    assert "as the row's completion" in found["gold"].evidence[0]
+
+
+def test_a_reward_model_has_opinions_only(tiny_model, tmp_path):
+    judge = rolecall.rm(
+        model=tiny_model, rows="addition:digits=1", steps=1, batch=2, out=str(tmp_path / "rm"), progress=Quiet()
+    )
+    found = audit(model=tiny_model, reward=str(judge.path))
+    assert found["gold"].level in (Level.OK, Level.WARNING)
+    assert not found.errors
+    assert found["determinism"].level is Level.OK
+
+
 def test_a_nondeterministic_reward(tiny_model):
     said = only(audit(model=tiny_model, reward=rewards.noisy), "determinism", "warning")
     assert "64 of 64 (100%) answers scored differently the second time" in said
@@ -333,7 +356,8 @@ def test_sampling_from_a_part_of_the_vocabulary(tiny_model):
 def test_a_fresh_model_is_warned_of_but_no_error():
     found = audit(model="tiny")
     assert not found.errors
-    assert {"groups", "truncation"} <= {f.check for f in found.warnings}
+    assert {"groups", "round-trip", "truncation"} <= {f.check for f in found.warnings}
+    assert "bytes that are no character" in found["round-trip"].summary
 
 
 # -- demonstrations -----------------------------------------------------------------------------------------------------

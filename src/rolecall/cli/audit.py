@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
@@ -18,6 +19,8 @@ from rolecall.recipes.audit import Audit, Finding, Level, TokenSample
 from rolecall.visible import visible_text, visible_token
 
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "bold red", Level.SKIPPED: "dim"}
+_ENDS = 24
+"""Tokens shown of each end of a long run."""
 _ORDER = (Level.ERROR, Level.WARNING, Level.OK, Level.SKIPPED)
 
 
@@ -109,12 +112,22 @@ def _summary(found: Audit) -> str:
 
 
 def _table(sample: TokenSample) -> Iterator[str]:
-    """A line per token, then what the verdicts mean."""
+    """A line per token, then what the verdicts mean. Of a long run of the same role the middle is left out."""
     yield f"\n{visible_text(sample.title)}: {sample.note}"
     yield "   pos  role         verdict         log-prob      id  token"
     columns = (sample.roles, sample.verdicts, sample.logprobs, sample.ids, sample.tokens)
-    for position, (role, verdict, logprob, token, text) in enumerate(zip(*columns, strict=True)):
-        shown = "-" if logprob is None else f"{logprob:.3f}"
-        yield (f"{position:6}  {role.lower():11}  {verdict.lower():14}  {shown:>8}  {token:6}  {visible_token(text)}")
+    lines = [
+        f"{position:6}  {role.lower():11}  {verdict.lower():14}  {'-' if logprob is None else f'{logprob:.3f}':>8}  "
+        f"{token:6}  {visible_token(text)}"
+        for position, (role, verdict, logprob, token, text) in enumerate(zip(*columns, strict=True))
+    ]
+    for _, run in groupby(range(len(lines)), key=lambda i: sample.roles[i]):
+        places = list(run)
+        if len(places) <= 2 * _ENDS:
+            yield from (lines[i] for i in places)
+            continue
+        yield from (lines[i] for i in places[:_ENDS])
+        yield f"     …  {len(places) - 2 * _ENDS} more; the page shows them all"
+        yield from (lines[i] for i in places[-_ENDS:])
     for sentence in sample.reasons.values():
         yield f"        {sentence}"

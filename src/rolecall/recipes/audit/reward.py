@@ -36,6 +36,8 @@ class Probe:
     """The best score of the right answer, of the ways to write it; None if all failed."""
     form: str
     """How it was written to score that."""
+    forms: tuple[str, ...]
+    """The ways that were tried."""
     wrong: float | None
     """The best score of an answer that says nothing."""
     other: float | None
@@ -74,7 +76,8 @@ def probe(setup: Setup, golds: Mapping[int, str], rolled: Rolled) -> tuple[list[
 
 def _tries(setup: Setup, row: int, golds: Mapping[int, str]) -> list[_Try]:
     gold, shown = golds[row], setup.rows[row].get("completion")
-    forms = {name: form.replace("{}", gold) for name, form in _FORMS.items()}
+    common = _FORMS if made_of_functions(setup) else {"as it stands": "{}"}
+    forms = {name: form.replace("{}", gold) for name, form in common.items()}
     if setup.gold_form is not None:
         forms["in gold_form"] = setup.gold_form.replace("{}", gold)
     if isinstance(shown, str):
@@ -112,6 +115,7 @@ def _probe(row: int, gold: str, scored: Sequence[tuple[_Try, Scored]]) -> Probe:
         gold=gold,
         right=right,
         form=form,
+        forms=tuple(t.form for t, _ in scored if t.kind == "right"),
         wrong=max(totals["wrong"], default=None),
         other=max(totals["other"], default=None),
         failure=next(iter(failures["right"]), None) if right is None else None,
@@ -185,7 +189,8 @@ def check_gold(setup: Setup, rolled: Rolled, probes: Sequence[Probe]) -> Finding
             check,
             f"the reward never fires: right, wrong and sampled answers all score {constant:g}",
             _row_of(setup, known[0]),
-            advice="look at how the reward reads the answer (`rolecall.rewards.RewardPool` scores any text)",
+            _ways(known[0]),
+            advice=_ADVICE,
         )
     return (
         _no_better_than_nonsense(setup, known)
@@ -194,6 +199,16 @@ def check_gold(setup: Setup, rolled: Rolled, probes: Sequence[Probe]) -> Finding
         or _looks_away(setup, known)
         or ok(check, f"the right answer scores best in all {len(known)} rows tried", _row_of(setup, known[0]))
     )
+
+
+_ADVICE = (
+    "check that reward and rows mean the same answer (its column, its rounding); if the reward wants it written in "
+    "another way, say how: --gold_form 'The answer is {}'"
+)
+
+
+def _ways(p: Probe) -> str:
+    return f"the right answer was written {', '.join(p.forms)}"
 
 
 def _no_better_than_nonsense(setup: Setup, known: Sequence[Probe]) -> Finding | None:
@@ -205,9 +220,8 @@ def _no_better_than_nonsense(setup: Setup, known: Sequence[Probe]) -> Finding | 
         "gold",
         f"the right answer scores no more than one that says nothing in {share(len(bad), len(known))} rows",
         _row_of(setup, bad[0]),
-        f"it was written {', '.join(_FORMS)}{' and in gold_form' if setup.gold_form else ''}",
-        advice="check that reward and rows mean the same answer (its column, its rounding); if the reward wants it "
-        "written in another way, say how: --gold_form 'The answer is {}'",
+        _ways(bad[0]),
+        advice=_ADVICE,
     )
 
 

@@ -157,9 +157,7 @@ def check_truncation(setup: Setup, rolled: Rolled, golds: dict[int, tuple[int, .
         return skipped(check, rolled.failure)
     cut = [c for c in rolled.completions if c.finish is Finish.LENGTH]
     mean = sum(len(c.ids) for c in rolled.completions) / len(rolled.completions)
-    numbers = (
-        f"{share(len(cut), len(rolled.completions))} answers are cut off at {limit} tokens; mean length {mean:.0f}"
-    )
+    numbers = f"{share(len(cut), len(rolled.completions))} answers are cut off (max_new_tokens is {limit}); mean length {mean:.0f}"
     if len(cut) > _MANY_CUT * len(rolled.completions):
         return warning(
             check,
