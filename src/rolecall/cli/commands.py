@@ -60,6 +60,12 @@ COMMANDS = (
         run="rolecall.cli.generate:run",
     ),
     Command(
+        name="report",
+        about="a page to look at a run: curves, and answers token by token",
+        options="rolecall.config.report:ReportOptions",
+        run="rolecall.cli.report:run",
+    ),
+    Command(
         name="env",
         about="versions and hardware, to paste into a bug report",
         options="rolecall.config.env:EnvOptions",

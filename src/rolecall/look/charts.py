@@ -145,21 +145,21 @@ class _Numbers:
         self.lines = lines
         self.xs = [int(line["step"]) for line in lines]
         names = dict.fromkeys(name for line in lines for name in line if name != "step")
-        self.names = [name for name in names if any(_is_number(line.get(name)) for line in lines)]
+        self.names = [name for name in names if any(is_number(line.get(name)) for line in lines)]
 
     def chart(self, title: str, about: str, wanted: Sequence[tuple[str, str]]) -> list[Chart]:
         series = [Series(label=label, ys=self.column(name)) for name, label in wanted if name in self.names]
         return [Chart(name=_slug(title), title=title, about=about, xs=self.xs, series=series)] if series else []
 
     def column(self, name: str) -> list[float | None]:
-        return [float(line[name]) if _is_number(line.get(name)) else None for line in self.lines]
+        return [float(line[name]) if is_number(line.get(name)) else None for line in self.lines]
 
 
 def _time(timing: Sequence[Line]) -> list[Chart]:
     """Seconds by phase, as parts that add up: a phase in the log also counts the phases within it."""
     rows = []
     for line in timing:
-        held = {name: float(value) for name, value in line.items() if name != "step" and _is_number(value)}
+        held = {name: float(value) for name, value in line.items() if name != "step" and is_number(value)}
         inner = sum(held.get(name, 0.0) for name in ("generate", "reward", "score"))
         held["rest of collect"] = max(0.0, held.pop("collect", inner) - inner)
         held["update"] = max(0.0, held.get("update", 0.0) - held.get("sync", 0.0))
@@ -176,7 +176,8 @@ def _time(timing: Sequence[Line]) -> list[Chart]:
     return [Chart(name="time", title="Time by phase", about=about, xs=xs, series=series, stacked=True)]
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """A number that is one: neither nan nor infinite nor a truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
