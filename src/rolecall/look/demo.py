@@ -24,13 +24,13 @@ def demo_runs(path: Path) -> list[str]:
 def demo_table(about: Mapping[str, Any]) -> str:
     """The policies side by side, and their answers to problems that the first got wrong."""
     stages = [stage for stage in about.get("stages", []) if isinstance(stage, dict)]
-    names = [name for name in ("accuracy", "avg@4", "mean_length") if any(name in s.get("numbers", {}) for s in stages)]
-    titles = {"accuracy": "greedy", "avg@4": "sampled", "mean_length": "mean length"}
+    names = [name for name in ("accuracy", "avg@4") if any(name in s.get("numbers", {}) for s in stages)]
+    titles = {"accuracy": "greedy", "avg@4": "sampled"}
     rows = [
         (
             stage.get("name", "?"),
             stage.get("learns_from", ""),
-            *(_share(name, stage.get("numbers", {}).get(name)) for name in names),
+            *(_share(stage.get("numbers", {}).get(name)) for name in names),
             f"{stage.get('seconds', 0):.0f} s",
         )
         for stage in stages
@@ -46,7 +46,5 @@ def demo_table(about: Mapping[str, Any]) -> str:
     return f'<div class="tables">{shown}{beside}</div>'
 
 
-def _share(name: str, value: Any) -> str:
-    if not is_number(value):
-        return "–"
-    return f"{value:.2f}" if name == "mean_length" else f"{100 * value:.1f} %"
+def _share(value: Any) -> str:
+    return f"{100 * value:.1f} %" if is_number(value) else "–"

@@ -52,7 +52,7 @@ def _demo_page(path: Path) -> str:
     for name in demo_runs(path):
         run = read_run(path / name)
         parts = run_parts(run, prefix=f"{name}-", level=2, shown_steps=1)
-        sections += [Section(id=name, title=name, body=_lead(run)), *parts.sections]
+        sections += [Section(id=name, title=name.replace("-", " "), body=_lead(run)), *parts.sections]
         data += parts.data
     lead = (
         '<p class="lead">The whole pipeline on the built-in model: imitation, a reward model, then PPO against that '
@@ -68,16 +68,22 @@ def run_parts(run: RunFiles, *, prefix: str = "", level: int = 1, shown_steps: i
         return Section(id=f"{prefix}{name}", title=title, body=body, level=level)
 
     main, rest = charts(run.steps, run.evaluations, run.timing)
+    if run.config.get("samples") == 1:  # one answer is always like itself
+        main = [chart for chart in main if chart.name != "flat-groups"]
     cards, data = curve_cards(f"{prefix}curves", main)
     more, more_data = curve_cards(f"{prefix}more", rest)
     if rest:
         cards += f"<details><summary>All other numbers ({len(rest)})</summary>{more}</details>"
     tokens, token_data = rollouts_view(run, name=f"{prefix}view", shown_steps=shown_steps)
+    inside = level > 1
+    ran = _what_ran(run)
+    if inside:  # a page of several runs has one evaluation for all, at its top
+        ran = f"<details><summary>Command, versions and settings</summary>{ran}</details>"
     sections = [
-        section("before-after", "Before and after", _before_after(run)),
+        section("before-after", "Before and after", _before_after(run, held_out=not inside)),
         section("curves", "Curves", cards),
-        section("tokens", "Token by token", tokens),
-        section("ran", "What ran", _what_ran(run)),
+        *([section("tokens", "Token by token", tokens)] if token_data or not inside else []),
+        section("ran", "What ran", ran),
     ]
     return Parts(sections=sections, data=[data, more_data, *token_data])
 
@@ -93,15 +99,21 @@ def _lead(run: RunFiles) -> str:
     }.get(run.command, run.command)
     algorithm = run.config.get("algorithm")
     name = f" ({algorithm['name']})" if isinstance(algorithm, dict) and "name" in algorithm else ""
-    sources = [f"{key} {run.config[key]}" for key in ("model", "rows") if isinstance(run.config.get(key), str)]
+    sources = [f"{key} {_near(run.config[key])}" for key in ("model", "rows") if isinstance(run.config.get(key), str)]
     line = f"{what}{name} with {', '.join(sources)}" if sources else f"{what}{name}"
     return f'<p class="lead"><b>{text(line)}</b>: {run.last_step}{of} steps{state}, seed {text(run.about.get("seed"))}.</p>'
+
+
+def _near(name: str) -> str:
+    """The last two parts of an absolute path, for a headline; anything else as it is."""
+    return "/".join(Path(name).parts[-2:]) if name.startswith("/") else name
 
 
 # -- before and after ------------------------------------------------------------------------------------------------
 
 
-def _before_after(run: RunFiles) -> str:
+def _before_after(run: RunFiles, *, held_out: bool) -> str:
+    """Evaluations and the run's own numbers, first and last. `held_out` says so if there are no evaluations."""
     parts = []
     if run.evaluations:
         first, last = run.evaluations[0], run.evaluations[-1]
@@ -113,10 +125,8 @@ def _before_after(run: RunFiles) -> str:
         else:
             head = ["held-out rows", f"step {last['step']}"]
             rows = [(n.removeprefix("eval_"), _told(last[n])) for n in names]
-        parts.append(
-            table(head, rows, numbers=1, caption="Evaluations: greedy answers to rows that are not trained on")
-        )
-    else:
+        parts.append(table(head, rows, numbers=1, caption="Evaluations on rows that are not trained on"))
+    elif held_out:
         parts.append(
             '<p class="note">No evaluation was made on held-out rows; <code>eval.every</code> turns it on.</p>'
         )
