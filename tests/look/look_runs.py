@@ -157,3 +157,18 @@ def talk_run(run: Path) -> Path:
     )
     record(run, [trajectory], [details_of(pieces)])
     return run
+
+
+def demo_of(run: Path, place: Path) -> Path:
+    """A demo's directory whose runs are copies of one."""
+    names = ["sft", "reward-model", "ppo", "grpo"]
+    for name in names:
+        copied(run, place / name)
+    stages = [
+        {"name": name, "learns_from": HOSTILE[0], "seconds": 3.0, "numbers": {"accuracy": 0.5, "avg@4": 0.25}}
+        for name in ("sft", "ppo", "grpo")
+    ]
+    answers = [{"prompt": "sort 21=", "answers": ["21", "12", HOSTILE[1]], "gold": "12"}]
+    about = {"format": 1, "task": "sorting", "rows": 4, "runs": names, "stages": stages, "answers": answers}
+    (place / "demo.json").write_text(json.dumps(about))
+    return place

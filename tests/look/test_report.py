@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
-from look_runs import copied, details_of, record, relog
+from look_runs import copied, demo_of, details_of, record, relog
 
 import rolecall
 from rolecall.cli import main
@@ -233,6 +233,29 @@ def test_a_run_without_rollouts_has_a_page_that_says_so(run, tmp_path, capsys):
         path.unlink()
     assert main(["report", str(held)]) == 0
     assert "This run has no rollouts in its directory" in (held / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_demo_that_is_not_whole(run, tmp_path, capsys):
+    held = demo_of(run, tmp_path / "demo")
+    about = json.loads((held / "demo.json").read_text())
+    (held / "demo.json").write_text(json.dumps(about | {"runs": ["../looked-at"]}))
+    assert "does not name the demo's runs" in refused(held, capsys)
+    (held / "demo.json").write_text(json.dumps(about | {"format": 2}))
+    assert "is a run in format 2" in refused(held, capsys)
+    (held / "demo.json").write_text(json.dumps(about | {"runs": ["sft", "dpo"]}))
+    assert "there is no run" in refused(held, capsys)
+    assert main(["report", str(held.parent / "nothing" / ".." / "demo" / "grpo")]) == 2
+
+
+@pytest.mark.slow
+def test_the_demos_own_report_is_small(tmp_path):
+    made = rolecall.demo(out=str(tmp_path / "demo"), quiet=True)
+    html = made.report.read_text(encoding="utf-8")
+    assert made.report.stat().st_size < 2e6
+    assert html == report_html(made.path)
+    for stage in made.stages:
+        assert f"{100 * stage.evaluation.numbers['accuracy']:.1f} %" in html
+    assert html.count("They agree") == 2
 
 
 def test_a_page_can_go_elsewhere_and_only_there(run, tmp_path, capsys):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from look_browser import browsers
-from look_runs import HOSTILE, copied, hostile_run, long_run, talk_run
+from look_runs import HOSTILE, copied, demo_of, hostile_run, long_run, talk_run
 
 import rolecall
 from rolecall.maths.roles import Verdict
@@ -272,3 +272,18 @@ def test_of_a_very_long_answer_the_ends_are_shown(browser, run, tmp_path):
     browser.js("const all = document.querySelectorAll('.strip .tok'); all[all.length - 1].focus()")
     assert "8999 of 9000" in browser.one(".told").text
     assert page.stat().st_size < 2e6
+
+
+def test_a_demo_is_one_page_of_all_its_runs(browser, run, tmp_path):
+    page = rolecall.report(demo_of(run, tmp_path / "demo")).path
+    assert page == tmp_path / "demo" / "report.html"
+    assert page.stat().st_size < 2e6
+    browser.open(page)
+    assert browser.complaints() == []
+    assert [heading.text for heading in browser.all("h2")] == ["Before and after", "sft", "reward model", "ppo", "grpo"]
+    ids = browser.js("return [...document.querySelectorAll('[id]')].map(e => e.id)")
+    assert len(ids) == len(set(ids))
+    browser.js("[...document.querySelectorAll('.view')].pop().querySelector('.strip .tok.t').focus()")
+    last = browser.js("return [...document.querySelectorAll('.told')].pop().textContent")
+    assert last.startswith(browser.js("return document.activeElement.textContent") + Verdict.TRAINED.sentence)
+    assert HOSTILE[1] in browser.one("#demo").text
