@@ -101,18 +101,8 @@ def charts(
     numbers = _Numbers(steps)
     main: list[Chart] = []
     used: set[str] = set(_ALIASES)
-    parts = [name for name in numbers.names if name.startswith("rewards/") and name.endswith("/mean")]
-    if "reward" in numbers.names or parts:
-        wanted = [("reward", "total")] if "reward" in numbers.names else []
-        labels = [(name, name.removeprefix("rewards/").removesuffix("/mean")) for name in parts]
-        wanted += labels if len(labels) > 1 or not wanted else []
-        used |= {"reward", *parts}
-        about = (
-            "Mean score of a step's answers, and its parts before their weights."
-            if len(labels) > 1
-            else "Mean score of a step's answers."
-        )
-        main += numbers.chart("Reward", about, wanted)
+    main += _reward(numbers)
+    used |= {"reward", *numbers.parts}
     evaluated = _Numbers(evaluations)
     for name, title in (("eval_reward", "Held-out reward"), ("eval_accuracy", "Held-out accuracy")):
         if len(evaluated.xs) > 1:
@@ -145,21 +135,37 @@ class _Numbers:
         self.lines = lines
         self.xs = [int(line["step"]) for line in lines]
         names = dict.fromkeys(name for line in lines for name in line if name != "step")
-        self.names = [name for name in names if any(_is_number(line.get(name)) for line in lines)]
+        self.names = [name for name in names if any(is_number(line.get(name)) for line in lines)]
+
+    @property
+    def parts(self) -> list[str]:
+        """The parts of the reward."""
+        return [name for name in self.names if name.startswith("rewards/") and name.endswith("/mean")]
 
     def chart(self, title: str, about: str, wanted: Sequence[tuple[str, str]]) -> list[Chart]:
         series = [Series(label=label, ys=self.column(name)) for name, label in wanted if name in self.names]
         return [Chart(name=_slug(title), title=title, about=about, xs=self.xs, series=series)] if series else []
 
     def column(self, name: str) -> list[float | None]:
-        return [float(line[name]) if _is_number(line.get(name)) else None for line in self.lines]
+        return [float(line[name]) if is_number(line.get(name)) else None for line in self.lines]
+
+
+def _reward(numbers: "_Numbers") -> list[Chart]:
+    """The reward, by part where it has several."""
+    labels = [(name, name.removeprefix("rewards/").removesuffix("/mean")) for name in numbers.parts]
+    if "reward" not in numbers.names:  # a reward model's two sides
+        return numbers.chart("Scores", "Mean score of each side of the pairs.", labels)
+    if len(labels) < 2:
+        return numbers.chart("Reward", "Mean score of a step's answers.", [("reward", "total")])
+    about = "Mean score of a step's answers, and its parts before their weights."
+    return numbers.chart("Reward", about, [("reward", "total"), *labels])
 
 
 def _time(timing: Sequence[Line]) -> list[Chart]:
     """Seconds by phase, as parts that add up: a phase in the log also counts the phases within it."""
     rows = []
     for line in timing:
-        held = {name: float(value) for name, value in line.items() if name != "step" and _is_number(value)}
+        held = {name: float(value) for name, value in line.items() if name != "step" and is_number(value)}
         inner = sum(held.get(name, 0.0) for name in ("generate", "reward", "score"))
         held["rest of collect"] = max(0.0, held.pop("collect", inner) - inner)
         held["update"] = max(0.0, held.get("update", 0.0) - held.get("sync", 0.0))
@@ -176,7 +182,8 @@ def _time(timing: Sequence[Line]) -> list[Chart]:
     return [Chart(name="time", title="Time by phase", about=about, xs=xs, series=series, stacked=True)]
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """A number that is one: neither nan nor infinite nor a truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 

@@ -88,10 +88,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, caption: str
     return f'<div class="scroll" tabindex="0"><table>{above}<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def facts(pairs: Mapping[str, object]) -> str:
-    """Names and values, a line each."""
+def facts(pairs: Mapping[str, object], *, wide: bool = False) -> str:
+    """Names and values, a line each; in columns unless `wide`."""
     lines = "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in pairs.items())
-    return f'<dl class="facts">{lines}</dl>'
+    return f'<dl class="facts{" wide" if wide else ""}">{lines}</dl>'
 
 
 def _section(section: Section) -> str:

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,8 @@ def samples(
     """The chosen trajectories, then as many others of their groups as there is room for; and how many had none."""
     table, chosen = record.rollouts, choose(record, clip=clip)
     lengths = Ragged.read(table["ids"]).lengths
-    groups = table["group"].to_pylist()
+    # The agents of an episode belong side by side, as the answers to a prompt do.
+    groups = table["episode" if unit == "step" else "group"].to_pylist()
     wanted = [groups[row] for row in chosen]
     others = [row for row in range(len(table)) if groups[row] in wanted and row not in chosen]
     others.sort(key=lambda row: wanted.index(groups[row]))
@@ -140,19 +140,20 @@ def _sample(
     if row["prompt"] is not None:
         facts.append(("row of the data", str(row["prompt"])))
     short, asked = f"{what} {number}{who}", shortened(row["prompt_text"])
+    beside = f"episode {row['episode']}" if unit == "step" else f"group {row['group']}"
     return Sample(
-        title=f"{short} to “{asked}”" if asked else f"{short} of group {row['group']}",
+        title=f"{short}{' of' if unit == 'step' else ' to'} “{asked}”" if asked else f"{short} of {beside}",
         short=short,
         labels=labels,
-        pieces=row["pieces"],
+        pieces=[str(i).encode() for i in row["ids"]] if row["pieces"] is None and unit == "step" else row["pieces"],
         ids=row["ids"],
         roles=row["roles"],
         verdicts=row["verdicts"],
         numbers=numbers,
         passes=passes,
-        spans=spans_of(row),
+        spans=spans_of(row, acts="acts" if unit == "step" else "answer"),
         facts=facts,
-        group=f"group {row['group']}" + (f", “{asked}”" if asked else ""),
+        group=beside + (f", “{asked}”" if asked else ""),
     )
 
 
@@ -162,8 +163,11 @@ def shortened(text: str, most: int = 48) -> str:
     return line if len(line) <= most else f"…{line[1 - most :]}"
 
 
-def spans_of(row: Mapping[str, Any]) -> list[Span]:
-    """Who wrote what: the turns of the policy, and between them what was given or observed."""
+def spans_of(row: Mapping[str, Any], *, acts: str = "answer") -> list[Span]:
+    """Who wrote what: the turns of the policy, and between them what was given or observed.
+
+    `acts` is what its part is called where there are no turns to count.
+    """
     roles, turns = row["roles"], [(t["start"], t["end"]) for t in row["turns"]]
     turn_of = {i: k for k, (start, end) in enumerate(turns) for i in range(start, end)}
     spans: list[Span] = []
@@ -173,7 +177,7 @@ def spans_of(row: Mapping[str, Any]) -> list[Span]:
             label = (
                 f"turn {turn + 1}, {row['author']}"
                 if len(turns) > 1 and turn is not None
-                else f"answer, {row['author']}"
+                else f"{acts}, {row['author']}"
             )
         else:
             label = {Role.PROMPT: "prompt"}.get(role, Role(role).name.replace("_", " ").lower())
@@ -277,8 +281,3 @@ def _clipped_counts(record: StepRecord, clip: tuple[float, float] | None) -> NDA
             trained & (((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0)))
         ).sum()
     return counts
-
-
-def is_number(value: object) -> bool:
-    """A number that is one."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and not isnan(value)

@@ -103,8 +103,7 @@
       this.sideTitle = make("h3", {});
       this.root.replaceChildren(
         this.picks,
-        make("div", { class: "bar" }, setLabel, colourLabel, passLabel),
-        make("div", {}, this.about, this.legend),
+        make("div", { class: "bar" }, setLabel, colourLabel, passLabel, make("div", { class: "meaning" }, this.about, this.legend)),
         make("div", { class: "panes" }, make("div", {}, this.main, this.sideTitle, this.side), this.told),
       );
     }
