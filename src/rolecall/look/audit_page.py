@@ -69,7 +69,7 @@ def _verdict(findings: Sequence[Finding]) -> str:
     count = Counter(f.level for f in findings)
     words = [f"{count[level]} {level}{'s' * (count[level] != 1)}" for level in ("error", "warning")]
     what = "Put the errors right before training." if count["error"] else "No error stands in the way of training."
-    return f"{' and '.join(words)} in {len(findings)} checks. {what}"
+    return f"{' and '.join(words)} in {len(findings)} check{'s' * (len(findings) != 1)}. {what}"
 
 
 def _problem(finding: Finding) -> str:
