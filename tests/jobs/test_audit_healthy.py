@@ -3,9 +3,11 @@
 import pytest
 from audit_rewards import compute_score, right, right_in_chat
 from audit_setups import RG, chat_sums, sums, verl_sums
+from pyarrow import parquet
 
 import rolecall
 from rolecall.recipes.audit import Level
+from rolecall.train.progress import Quiet
 from smollm2 import smollm2_path
 
 SETTINGS = {"sampling": {"max_new_tokens": 12}, "eval": {"every": 10}}
@@ -69,3 +71,14 @@ def test_a_real_chat_model():
         model=str(smollm2_path()), rows=rows, reward="number", groups=4, samples=4, sampling={"max_new_tokens": 48}
     )
     silent(audit, skipped=["seam", "held-out"])
+
+
+def test_what_is_shown_is_what_the_first_step_draws(tiny_model, tmp_path):
+    settings = {"model": tiny_model, "rows": "addition:digits=1", "prompts": 4, "samples": 2, "seed": 5}
+    settings["sampling"] = {"max_new_tokens": 8}
+    shown = rolecall.audit(**settings, groups=3, show=6).samples
+    run = rolecall.rl(**settings, steps=1, out=str(tmp_path / "run"), progress=Quiet())
+    (file,) = (run.path / "rollouts").glob("*.parquet")
+    drawn = {tuple(ids) for ids in parquet.read_table(file)["ids"].to_pylist()}
+    assert len(shown) == 6
+    assert {sample.ids for sample in shown} <= drawn

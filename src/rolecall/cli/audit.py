@@ -95,9 +95,9 @@ def _show(found: Audit, *, quiet: bool) -> None:
 
 
 def _lines(finding: Finding, width: int) -> Iterator[Text]:
-    margin = " " * (10 + width)
+    margin = " " * (11 + width)
     yield Text.assemble(
-        (f"{finding.level:7}", _STYLES[finding.level]), f"  {finding.check:{width}} {visible_text(finding.summary)}"
+        (f"{finding.level:7}", _STYLES[finding.level]), f"  {finding.check:{width}}  {visible_text(finding.summary)}"
     )
     for evidence in finding.evidence if finding.problem else ():
         yield Text(f"{margin}{visible_text(evidence)}", style="dim")
