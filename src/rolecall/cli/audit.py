@@ -85,8 +85,8 @@ def _show(found: Audit, *, quiet: bool) -> None:
             console.print(Text(f"{name:10} {visible_text(value)}"))
         for sample in found.samples:
             console.print(Text("\n".join(_table(sample))))
+        console.print()
     width = max(len(f.check) for f in found.findings)
-    console.print()
     for finding in sorted(found.findings, key=lambda f: -_ORDER.index(f.level)):
         if not quiet or finding.problem:
             for line in _lines(finding, width):

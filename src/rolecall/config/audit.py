@@ -15,6 +15,14 @@ class AuditOptions(RLOptions):
     trained, and `out` is not written to.
     """
 
+    out: str | None = None
+    """Not written to. With resume: the run whose settings are audited."""
+    resume: bool = False
+    """Audit the settings of the run in `out`; what is given anew is changed."""
+    overwrite: bool = False
+    """Replace the page that `html` names. No run is removed."""
+    quiet: bool = False
+    """Warnings and errors only."""
     job: Literal["rl", "sft"] = "rl"
     """The command whose settings these are."""
     groups: int = 8
@@ -24,7 +32,7 @@ class AuditOptions(RLOptions):
     gold_form: str | None = None
     """How the reward wants an answer written if not in a common way: `The answer is {}`. {} is the row's answer."""
     html: str | None = None
-    """The page to write; audit-NUMBER.html if not given. `overwrite` replaces one that is there."""
+    """The page to write; audit-NUMBER.html if not given."""
     page: bool = True
     """Write the page."""
     json: bool = False

@@ -41,8 +41,8 @@ def options_page() -> str:
         section = schema(options)
         lines += ["", f"## rolecall {name}", "", section.about]
         if base := next((other for other, its in found.items() if its in options.__mro__[1:]), None):
-            known = {part.key for part in schema(found[base]).parts}
-            own = tuple(part for part in section.parts if part.key not in known)
+            known = {(part.key, part.about) for part in schema(found[base]).parts}
+            own = tuple(part for part in section.parts if (part.key, part.about) not in known)
             lines += ["", f"All keys and presets of [rolecall {base}](#rolecall-{base}), and"]
             lines += _table(replace(section, parts=own))
             continue

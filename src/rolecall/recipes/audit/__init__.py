@@ -95,6 +95,7 @@ _FOLLOWS = {
     "padding": ("stop-ids",),
     "stop-in-answer": ("stop-ids",),
     "gold": ("reward",),
+    "latency": ("reward",),
 }
 """The errors that a check's warnings may come from."""
 

@@ -159,7 +159,8 @@ def check_works(setup: Setup, rolled: Rolled, probes: Sequence[Probe], problem: 
     reasons += [p.failure for p in probes if p.failure is not None]
     evidence = []
     if none:
-        evidence.append(f"{share(len(none), len(totals))} sampled answers have no score")
+        first = place_of(setup.rows, rolled.row_of[none[0]])
+        evidence.append(f"{share(len(none), len(totals))} sampled answers have no score, one to {first} among them")
     if unscored:
         evidence.append(f"{share(len(unscored), len(probes))} right answers have no score")
     if stumbles:
@@ -168,10 +169,10 @@ def check_works(setup: Setup, rolled: Rolled, probes: Sequence[Probe], problem: 
     evidence.append(reasons[0] if reasons else "it returned None: is the row's answer column there?")
     bad = len(none) > _MANY_FAILED * max(1, len(totals)) or len(unscored) > _MANY_WRONG * max(1, len(probes))
     find = error if bad else warning
-    what = "fails" if reasons else "does not apply"
+    what = "fails on" if reasons else "does not apply to"
     return find(
         check,
-        f"the reward {what} on {'most' if bad else 'some'} answers: they take no part in training",
+        f"the reward {what} {'most' if bad else 'some'} answers: they take no part in training",
         *evidence,
         advice="let the function return a number for every answer, 0 for one it cannot read",
     )
