@@ -96,10 +96,14 @@ def _lead(run: RunFiles) -> str:
         "sft": "Supervised fine-tuning",
         "rm": "Training of a reward model",
         "rl": "Reinforcement learning",
+        "marl": "Multi-agent reinforcement learning",
     }.get(run.command, run.command)
     algorithm = run.config.get("algorithm")
-    name = f" ({algorithm['name']})" if isinstance(algorithm, dict) and "name" in algorithm else ""
-    sources = [f"{key} {_near(run.config[key])}" for key in ("model", "rows") if isinstance(run.config.get(key), str)]
+    chosen = algorithm.get("name") if isinstance(algorithm, dict) else run.config.get("algo")
+    name = f" ({chosen})" if chosen else ""
+    sources = [
+        f"{key} {_near(run.config[key])}" for key in ("model", "rows", "env") if isinstance(run.config.get(key), str)
+    ]
     line = f"{what}{name} with {', '.join(sources)}" if sources else f"{what}{name}"
     return f'<p class="lead"><b>{text(line)}</b>: {run.last_step}{of} steps{state}, seed {text(run.about.get("seed"))}.</p>'
 

@@ -98,7 +98,7 @@
       this.legend = make("ul", { class: "legend", "aria-label": "Legend" });
       this.about = make("p", { class: "note" });
       this.main = make("div", {});
-      this.told = make("aside", { class: "told", "aria-label": `Details of a ${this.data.unit}` });
+      this.told = make("aside", { class: "told", tabindex: 0, "aria-label": `Details of a ${this.data.unit}` });
       this.side = make("div", { class: "side" });
       this.sideTitle = make("h3", {});
       this.root.replaceChildren(
