@@ -1,8 +1,9 @@
 """A step's record as samples for the token view: which trajectories to show, and all that is known of each position."""
 
 import random
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from rolecall.types import Finish
 BUDGET = 20_000
 """Positions that a step may put into a page; beyond it, only chosen trajectories are shown, without their group."""
 
+_MARKS = re.compile(r"<\|[^|<>]*\|>(?:system|user|assistant|tool)?")
 _COLUMNS = {
     "behaviour_logprobs": "behaviour_logprob",
     "old_logprobs": "old_logprob",
@@ -110,7 +112,9 @@ def samples(
     several = len(set(table["agent"].to_pylist())) > 1
     held = table.take(rows).to_pylist()
     made = [
-        _sample(row, chosen.get(i, []), passes.get(i, []), kl_kind=kl_kind, several=several, unit=unit)
+        replace(
+            _sample(row, chosen.get(i, []), passes.get(i, []), kl_kind=kl_kind, several=several, unit=unit), place=i
+        )
         for i, row in zip(rows, held, strict=True)
     ]
     return made, len(others) - len(kept)
@@ -158,8 +162,8 @@ def _sample(
 
 
 def shortened(text: str, most: int = 48) -> str:
-    """The end of a text, where the question stands, on one line."""
-    line = " ".join(text.split())
+    """The end of a text, where the question stands, on one line and without a chat template's marks."""
+    line = " ".join(_MARKS.sub(" ", text).split())
     return line if len(line) <= most else f"…{line[1 - most :]}"
 
 
