@@ -78,7 +78,7 @@ def _drawn(chart: Chart) -> str:
 
     marks = [
         f'<line class="{"zero" if tick == 0 else "grid"}" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
-        f'<text x="{_LEFT - 6}" y="{y(tick) + 3.5:.1f}" text-anchor="end">{_told(tick)}</text>'
+        f'<text x="{_LEFT - 6}" y="{y(tick) + 3.5:.1f}" text-anchor="end">{_tick(tick)}</text>'
         for tick in ticks
     ]
     for step, anchor in [(x0, "start"), (x1, "end")] if x1 > x0 else [(x0, "start")]:
@@ -191,6 +191,14 @@ def _told(value: float) -> str:
     if abs(value) >= 1e5 or abs(value) < 1e-3:
         return f"{value:.3g}"
     return f"{value:.4g}"
+
+
+def _tick(value: float) -> str:
+    """Short enough to stand beside the axis: 5.5e-4 rather than 0.00055."""
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return _told(value)
+    digits, _, power = f"{value:.1e}".partition("e")
+    return f"{digits.removesuffix('.0')}e{int(power)}"
 
 
 def _short(value: float | None) -> float | None:
