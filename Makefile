@@ -29,8 +29,8 @@ $(STAMPS)/browser: $(STAMPS)/venv
 	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "installing chromium and chromedriver for the tests of pages"; \
-	  { apt-get install -y -qq --no-install-recommends chromium chromium-driver \
-	    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver; }; } >/dev/null 2>&1 \
+	  { apt-get install -y -qq --no-install-recommends chromium chromium-driver fonts-dejavu-core \
+	    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver fonts-dejavu-core; }; } >/dev/null 2>&1 \
 	    || echo "chromium could not be installed: the tests of pages will fail"; \
 	else echo "no chromium and chromedriver: the tests of pages will be skipped; install Debian's chromium and chromium-driver"; fi
 	@command -v chromedriver >/dev/null && touch $@ || true

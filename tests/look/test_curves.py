@@ -53,7 +53,7 @@ def test_phases_are_parts_that_add_up_to_the_step():
 def test_held_out_numbers_have_curves_once_there_are_two():
     once = [{"step": 0, "eval_reward": 0.5}]
     assert charts(steps(loss=[1]), once, [])[0][0].title == "Loss"
-    assert charts(steps(loss=[1]), [*once, {"step": 3, "eval_reward": 0.7}], [])[0][0].title == "Held-out reward"
+    assert charts(steps(loss=[1]), [*once, {"step": 3, "eval_reward": 0.7}], [])[0][0].title == "Evaluated reward"
 
 
 def test_a_chart_in_words():

@@ -16,7 +16,7 @@ from rolecall.errors import UserError
 from rolecall.experience.store import ROLLOUTS
 from rolecall.look.losses import check_loss
 from rolecall.look.page import Data, Section, page, text
-from rolecall.look.records import choose, read_step, samples
+from rolecall.look.records import choose, read_step, samples, shortened
 from rolecall.look.report import report_html
 from rolecall.look.run import read_run
 from rolecall.types import Finish, Trajectory
@@ -108,6 +108,12 @@ def test_a_group_is_shown_whole_while_there_is_room(run, tmp_path, monkeypatch):
     assert left == 6 - len(some)
     assert left > 0
     assert [s.labels for s in some if s.labels] == [s.labels for s in whole if s.labels]
+
+
+def test_a_prompt_is_named_by_its_end():
+    chat = "<|im_start|>user\nHow many\n apples?<|im_end|>\n<|im_start|>assistant\n"
+    assert shortened(chat) == "How many apples?"
+    assert shortened("x" * 60 + " why?") == "…" + "x" * 42 + " why?"
 
 
 def test_a_record_without_pieces_shows_ids_and_says_so(run, tmp_path):

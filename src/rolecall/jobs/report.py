@@ -37,8 +37,11 @@ def report(run: str | Path, *, out: str | Path | None = None, png: bool = False)
     if png:
         from rolecall.look.png import write_png
 
-        for name, charts in curves_of(place).items():
-            pictures += write_png(charts, target.parent / "curves" / name)
+        try:
+            for name, charts in curves_of(place).items():
+                pictures += write_png(charts, target.parent / "curves" / name)
+        except OSError as error:
+            raise UserError(f"the curves could not be written: {error}", exit_code=ExitCode.DISK) from error
     try:
         write_atomically(target, page)
     except DiskError as error:

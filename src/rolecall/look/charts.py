@@ -34,6 +34,9 @@ class Chart:
 
 
 _KNOWN: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
+    ("Return", "Mean return of a step's episodes.", (("return", "return"),)),
+    ("Episode length", "Steps per episode.", (("episode_length", "mean"),)),
+    ("Episodes cut off", "Share of episodes that a limit ended.", (("truncated_ratio", "cut off"),)),
     ("Loss", "What the optimiser minimises; near 0 is normal where advantages are centred.", (("loss", "loss"),)),
     (
         "Right pairs",
@@ -90,6 +93,7 @@ _KNOWN: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
     ("Learning rate", "As the schedule sets it.", (("learning_rate", "rate"),)),
 )
+_EVALUATED = ("eval_reward", "eval_accuracy", "eval_return")
 _ALIASES = frozenset({"loss/total", "loss/grad_norm", "policy/entropy", "clip_ratio/region_mean", "lost_lines"})
 _PHASES = ("generate", "reward", "score", "rest of collect", "update", "sync", "evaluate", "save")
 
@@ -104,11 +108,9 @@ def charts(
     main += _reward(numbers)
     used |= {"reward", *numbers.parts}
     evaluated = _Numbers(evaluations)
-    for name, title in (("eval_reward", "Held-out reward"), ("eval_accuracy", "Held-out accuracy")):
-        if len(evaluated.xs) > 1:
-            main += evaluated.chart(
-                title, "On rows that are not trained on.", [(name, title.lower().removeprefix("held-out "))]
-            )
+    for name in _EVALUATED if len(evaluated.xs) > 1 else ():
+        word = name.removeprefix("eval_")
+        main += evaluated.chart(f"Evaluated {word}", "On what is not trained on.", [(name, word)])
     for title, about, lines in _KNOWN:
         used |= {name for name, _ in lines}
         main += numbers.chart(title, about, lines)
@@ -122,7 +124,7 @@ def charts(
     rest += [
         chart
         for name in evaluated.names
-        if len(evaluated.xs) > 1 and name not in ("eval_reward", "eval_accuracy")
+        if len(evaluated.xs) > 1 and name not in _EVALUATED
         for chart in evaluated.chart(name, "", [(name, name)])
     ]
     return main, rest

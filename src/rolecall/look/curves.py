@@ -1,6 +1,6 @@
 """Charts as inline SVG in a card each. Without scripts they are pictures with a text; with them they can be read out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil, floor, isfinite, log10
 
 from rolecall.look.charts import Chart, Series
@@ -11,6 +11,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 8, 20
 _POINTS = 400
 """More than can be told apart in a card; of longer runs each stretch keeps its extremes."""
 _COLOURS = 8
+_Scale = Callable[[float], float]
+"""From a number to a place in the picture."""
 
 
 def curve_cards(name: str, charts: Sequence[Chart]) -> tuple[str, Data]:
@@ -76,7 +78,7 @@ def _drawn(chart: Chart) -> str:
 
     marks = [
         f'<line class="{"zero" if tick == 0 else "grid"}" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
-        f'<text x="{_LEFT - 6}" y="{y(tick) + 3.5:.1f}" text-anchor="end">{_told(tick)}</text>'
+        f'<text x="{_LEFT - 6}" y="{y(tick) + 3.5:.1f}" text-anchor="end">{_tick(tick)}</text>'
         for tick in ticks
     ]
     for step, anchor in [(x0, "start"), (x1, "end")] if x1 > x0 else [(x0, "start")]:
@@ -91,7 +93,7 @@ def _drawn(chart: Chart) -> str:
     return "".join([*marks, *shapes, cross])
 
 
-def _line(i: int, xs: Sequence[int], ys: Sequence[float | None], x, y) -> str:  # type: ignore[no-untyped-def]
+def _line(i: int, xs: Sequence[int], ys: Sequence[float | None], x: _Scale, y: _Scale) -> str:
     """One path, broken where there is no value; a value between two gaps is a dot."""
     path, dots, run = [], [], list[str]()
     for step, value in [*zip(xs, ys, strict=True), (0, None)]:
@@ -106,7 +108,7 @@ def _line(i: int, xs: Sequence[int], ys: Sequence[float | None], x, y) -> str:  
     return f'<path class="line k{i % _COLOURS}" d="{"".join(path)}"/>{"".join(dots)}'
 
 
-def _areas(xs: Sequence[int], tops: Sequence[Sequence[float | None]], x, y) -> list[str]:  # type: ignore[no-untyped-def]
+def _areas(xs: Sequence[int], tops: Sequence[Sequence[float | None]], x: _Scale, y: _Scale) -> list[str]:
     shapes, below = [], [0.0] * len(xs)
     for i, ys in enumerate(tops):
         above = [value or 0.0 for value in ys]
@@ -189,6 +191,14 @@ def _told(value: float) -> str:
     if abs(value) >= 1e5 or abs(value) < 1e-3:
         return f"{value:.3g}"
     return f"{value:.4g}"
+
+
+def _tick(value: float) -> str:
+    """Short enough to stand beside the axis: 5.5e-4 rather than 0.00055."""
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return _told(value)
+    digits, _, power = f"{value:.1e}".partition("e")
+    return f"{digits.removesuffix('.0')}e{int(power)}"
 
 
 def _short(value: float | None) -> float | None:

@@ -85,7 +85,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], *, caption: str
     )
     body = "".join("<tr>" + "".join(cell(i, v) for i, v in enumerate(row)) + "</tr>" for row in rows)
     above = f"<caption>{text(caption)}</caption>" if caption else ""
-    return f'<div class="scroll" tabindex="0"><table>{above}<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'
+    name = text(caption or " and ".join(head[:2]))
+    whole = f"<table>{above}<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="scroll" tabindex="0" role="group" aria-label="{name}">{whole}</div>'
 
 
 def facts(pairs: Mapping[str, object], *, wide: bool = False) -> str:

@@ -1,8 +1,9 @@
 """A step's record as samples for the token view: which trajectories to show, and all that is known of each position."""
 
 import random
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from rolecall.experience.updates import UPDATES
 from rolecall.look.losses import PREFIX, loss_terms, row_sums
 from rolecall.look.tokens import Pass, Sample, Span
 from rolecall.maths.kl import KINDS, kl_estimate
-from rolecall.maths.roles import Role
+from rolecall.maths.roles import Role, Verdict
 from rolecall.types import Finish
 
 BUDGET = 20_000
 """Positions that a step may put into a page; beyond it, only chosen trajectories are shown, without their group."""
 
+_MARKS = re.compile(r"<\|[^|<>]*\|>(?:system|user|assistant|tool)?")
 _COLUMNS = {
     "behaviour_logprobs": "behaviour_logprob",
     "old_logprobs": "old_logprob",
@@ -110,7 +112,9 @@ def samples(
     several = len(set(table["agent"].to_pylist())) > 1
     held = table.take(rows).to_pylist()
     made = [
-        _sample(row, chosen.get(i, []), passes.get(i, []), kl_kind=kl_kind, several=several, unit=unit)
+        replace(
+            _sample(row, chosen.get(i, []), passes.get(i, []), kl_kind=kl_kind, several=several, unit=unit), place=i
+        )
         for i, row in zip(rows, held, strict=True)
     ]
     return made, len(others) - len(kept)
@@ -158,8 +162,8 @@ def _sample(
 
 
 def shortened(text: str, most: int = 48) -> str:
-    """The end of a text, where the question stands, on one line."""
-    line = " ".join(text.split())
+    """The end of a text, where the question stands, on one line and without a chat template's marks."""
+    line = " ".join(_MARKS.sub(" ", text).split())
     return line if len(line) <= most else f"…{line[1 - most :]}"
 
 
@@ -208,7 +212,7 @@ def _passes(record: StepRecord, wanted: set[int]) -> dict[int, list[Pass]]:
 def _pass(row: Mapping[str, Any], terms: Sequence[str]) -> Pass:
     numbers = {name: row[column] for column, name in _UPDATE_COLUMNS.items() if row[column] is not None}
     shares = {term: row[PREFIX + term] for term in terms if row[PREFIX + term] is not None}
-    trained = [verdict == 1 for verdict in row["verdicts"]]
+    trained = [verdict == Verdict.TRAINED for verdict in row["verdicts"]]
     if shares:
         total = [sum(parts) for parts in zip(*shares.values(), strict=True)]
         numbers["contribution"] = _where(trained, total)
@@ -264,20 +268,18 @@ def _clipped_counts(record: StepRecord, clip: tuple[float, float] | None) -> NDA
     if clip is None or record.updates is None:
         return counts
     low, high = clip
-    wanted = ("rollout_step", "trajectory", "verdicts", "ratio")
-    advantages = record.rollouts["advantages"]
-    for row in record.updates.select(wanted).to_pylist():
-        if row["rollout_step"] != record.step or row["ratio"] is None:
-            continue
-        ratio = np.array([np.nan if r is None else r for r in row["ratio"]])
-        if not ((ratio < low) | (ratio > high)).any():
-            continue
-        held = advantages[row["trajectory"]].as_py()
-        if held is None:
-            continue
-        advantage = np.array([np.nan if a is None else a for a in held])
-        trained = np.array(row["verdicts"]) == 1
-        counts[row["trajectory"]] += (
-            trained & (((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0)))
-        ).sum()
+    ratios, verdicts = Ragged.read(record.updates["ratio"]), Ragged.read(record.updates["verdicts"])
+    advantages = _rows(Ragged.read(record.rollouts["advantages"]))
+    places = zip(record.updates["rollout_step"].to_pylist(), record.updates["trajectory"].to_pylist(), strict=True)
+    for (step, trajectory), ratio, verdict in zip(places, _rows(ratios), _rows(verdicts), strict=True):
+        advantage = advantages[trajectory] if step == record.step else None
+        if ratio is not None and verdict is not None and advantage is not None:
+            out = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))  # NaN is neither
+            counts[trajectory] += (out & (verdict == Verdict.TRAINED)).sum()
     return counts
+
+
+def _rows(ragged: Ragged) -> list[NDArray | None]:
+    """Each row's entries; None where there is no row."""
+    parts = np.split(ragged.values, np.cumsum(ragged.lengths)[:-1])
+    return [part if there else None for part, there in zip(parts, ragged.present, strict=True)]

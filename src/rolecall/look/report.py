@@ -82,7 +82,11 @@ def run_parts(run: RunFiles, *, prefix: str = "", level: int = 1, shown_steps: i
     sections = [
         section("before-after", "Before and after", _before_after(run, held_out=not inside)),
         section("curves", "Curves", cards),
-        *([section("tokens", "Token by token", tokens)] if token_data or not inside else []),
+        *(
+            [section("tokens", "Step by step" if run.command == "marl" else "Token by token", tokens)]
+            if token_data or not inside
+            else []
+        ),
         section("ran", "What ran", ran),
     ]
     return Parts(sections=sections, data=[data, more_data, *token_data])
@@ -96,10 +100,14 @@ def _lead(run: RunFiles) -> str:
         "sft": "Supervised fine-tuning",
         "rm": "Training of a reward model",
         "rl": "Reinforcement learning",
+        "marl": "Multi-agent reinforcement learning",
     }.get(run.command, run.command)
     algorithm = run.config.get("algorithm")
-    name = f" ({algorithm['name']})" if isinstance(algorithm, dict) and "name" in algorithm else ""
-    sources = [f"{key} {_near(run.config[key])}" for key in ("model", "rows") if isinstance(run.config.get(key), str)]
+    chosen = algorithm.get("name") if isinstance(algorithm, dict) else run.config.get("algo")
+    name = f" ({chosen})" if chosen else ""
+    sources = [
+        f"{key} {_near(run.config[key])}" for key in ("model", "rows", "env") if isinstance(run.config.get(key), str)
+    ]
     line = f"{what}{name} with {', '.join(sources)}" if sources else f"{what}{name}"
     return f'<p class="lead"><b>{text(line)}</b>: {run.last_step}{of} steps{state}, seed {text(run.about.get("seed"))}.</p>'
 
@@ -119,13 +127,14 @@ def _before_after(run: RunFiles, *, held_out: bool) -> str:
         first, last = run.evaluations[0], run.evaluations[-1]
         names = [name for name in last if name.startswith("eval_") and is_number(last[name])]
         rows: list[tuple[str, ...]]
+        caption = "Evaluation episodes" if run.command == "marl" else "On rows that are not trained on"
         if len(run.evaluations) > 1:
-            head = ["held-out rows", f"step {first['step']}", f"step {last['step']}", "change"]
+            head = ["evaluation", f"step {first['step']}", f"step {last['step']}", "change"]
             rows = [(n.removeprefix("eval_"), *_pair(first.get(n), last[n])) for n in names]
         else:
-            head = ["held-out rows", f"step {last['step']}"]
+            head = ["evaluation", f"step {last['step']}"]
             rows = [(n.removeprefix("eval_"), _told(last[n])) for n in names]
-        parts.append(table(head, rows, numbers=1, caption="Evaluations on rows that are not trained on"))
+        parts.append(table(head, rows, numbers=1, caption=caption))
     elif held_out:
         parts.append(
             '<p class="note">No evaluation was made on held-out rows; <code>eval.every</code> turns it on.</p>'
@@ -133,7 +142,7 @@ def _before_after(run: RunFiles, *, held_out: bool) -> str:
     if len(run.steps) > 1:
         few = max(1, len(run.steps) // 10)
         names = [name for name in _TRAINED if any(is_number(line.get(name)) for line in run.steps)]
-        if "reward" in names:  # with rewards, the loss says nothing about how good the policy is
+        if "loss" in names and {"reward", "return"} & set(names):  # then it says nothing of how good the policy is
             names.remove("loss")
         rows = [(_TRAINED[n], *_pair(_mean(run.steps[:few], n), _mean(run.steps[-few:], n))) for n in names]
         word = "step" if few == 1 else f"{few} steps"
@@ -144,9 +153,11 @@ def _before_after(run: RunFiles, *, held_out: bool) -> str:
 
 _TRAINED = {
     "reward": "reward",
+    "return": "return",
     "loss": "loss",
     "accuracy": "right pairs",
     "completions/mean_length": "answer length",
+    "episode_length": "episode length",
     "completions/clipped_ratio": "cut off",
     "entropy": "entropy",
     "kl": "KL to the reference",

@@ -96,6 +96,8 @@ class Sample:
     """Samples of one group are shown side by side below this heading."""
     short: str = ""
     """What it is called among its group; the title if empty."""
+    place: int = 0
+    """Its place among its group, from left to right."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,6 +213,7 @@ def _sample(sample: Sample) -> dict[str, Any]:
         "labels": list(map(visible_text, sample.labels)),
         "facts": [[visible_text(name), visible_text(fact)] for name, fact in sample.facts],
         "group": visible_text(sample.group),
+        "place": sample.place,
         "length": length,
         "texts": kept([piece for piece, _ in shown]),
         "ids": kept(sample.ids),

@@ -98,7 +98,7 @@
       this.legend = make("ul", { class: "legend", "aria-label": "Legend" });
       this.about = make("p", { class: "note" });
       this.main = make("div", {});
-      this.told = make("aside", { class: "told", "aria-label": `Details of a ${this.data.unit}` });
+      this.told = make("aside", { class: "told", tabindex: 0, "aria-label": `Details of a ${this.data.unit}` });
       this.side = make("div", { class: "side" });
       this.sideTitle = make("h3", {});
       this.root.replaceChildren(
@@ -136,6 +136,7 @@
       const strip = this.strip(this.sample, 0, Infinity, `${this.data.unit}s of ${this.sample.title}`);
       this.main.replaceChildren(strip, make("dl", { class: "facts" }, ...facts));
       const beside = this.sample.group ? this.set.samples.filter((s) => s.group === this.sample.group) : [];
+      beside.sort((a, b) => a.place - b.place);
       this.sideTitle.textContent = beside.length > 1 ? `Side by side: ${this.sample.group}` : "";
       this.side.replaceChildren(...(beside.length > 1 ? beside.map((s) => this.card(s)) : []));
       this.colour(this.key);
