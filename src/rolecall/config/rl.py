@@ -13,6 +13,7 @@ from rolecall.config.parts import (
     RunOptions,
     SaveOptions,
 )
+from rolecall.config.replay import ReplayOptions
 from rolecall.config.sampling import Sampling
 
 
@@ -196,6 +197,9 @@ class RLOptions(RunOptions):
     """Answers per prompt."""
     sampling: Sampling = field(default_factory=Sampling)
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
+    replay: ReplayOptions = field(default_factory=ReplayOptions)
+    from_run: str | None = field(default=None, metadata={"flag": "from"})
+    """Train on the rollouts that this run left, in their order, without sampling: rows and rewards are not asked."""
     optim: OptimOptions = field(default_factory=OptimOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     eval: HeldOutOptions = field(default_factory=HeldOutOptions)
@@ -219,6 +223,42 @@ class RLOptions(RunOptions):
             )
         if self.algorithm.name == "grpo" and self.samples < 2:
             raise ValueError("grpo compares the answers to a prompt: samples must be at least 2")
+        self._check_replay()
+
+    def _check_replay(self) -> None:
+        o, replay = self.algorithm, self.replay
+        if self.from_run is not None:
+            if replay.on:
+                raise ValueError("with --from everything is replayed already: leave out replay.share and replace_flat")
+            if o.old_logprobs not in ("auto", self.old_source):
+                raise ValueError(
+                    f"with --from the ratio is to the policy that sampled, so algorithm.old_logprobs {o.old_logprobs} would "
+                    "leave out who that was; leave it auto, and set replay.weights for a correction by weights instead"
+                )
+            if o.name == "reinforce" and replay.weights == "none":
+                raise ValueError(
+                    "reinforce has no ratio to correct for who sampled: set replay.weights truncate, or use grpo"
+                )
+        elif replay.weights == "truncate" and not replay.decoupled:
+            raise ValueError(
+                "replay.weights truncate needs replay.decoupled: otherwise the ratio is the weight, and the clips bound it"
+            )
+        if replay.decoupled and self.old_source == "detach":
+            raise ValueError("replay.decoupled needs old log-probs: set algorithm.old_logprobs recompute")
+        if replay.normalise == "joint" and o.bootstrap_truncated:
+            raise ValueError("replay.normalise joint does not go with algorithm.bootstrap_truncated: use separate")
+
+    @property
+    def sampled_now(self) -> bool:
+        """Whether the fresh answers of a step are sampled from the policy, not read from a store."""
+        return self.from_run is None
+
+    @property
+    def old_source(self) -> str:
+        """Where old log-probs really come from."""
+        if self.sampled_now:
+            return self.algorithm.old_source
+        return "behaviour" if self.replay.weights == "none" else "recompute"
 
 
 def plan(options: RLOptions) -> str:
@@ -232,7 +272,7 @@ def plan(options: RLOptions) -> str:
         f"{options.sampling.max_new_tokens} tokens ({tokens:,} new tokens at most)",
         f"update: {o.epochs} passes x {o.minibatches} mini-batches = {o.epochs * o.minibatches} optimiser steps, "
         f"about {per_step} answers each, in micro-batches of up to {options.optim.token_budget:,} tokens",
-        f"old log-probs: {o.old_source}; reference: {'yes' if o.kl_coef else 'no'}; critic: {o.critic}",
+        f"old log-probs: {options.old_source}; reference: {'yes' if o.kl_coef else 'no'}; critic: {o.critic}",
         f"in all: {options.steps} steps, {options.steps * answers:,} answers, "
         f"{options.steps * o.epochs * o.minibatches:,} optimiser steps",
     ]

@@ -52,9 +52,16 @@ _TOKENS = {"ids": np.int32, "roles": np.uint8, "behaviour_logprobs": np.float32}
 _COMPUTED = ("old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns", "weights")
 """The fields of a batch that are computed per position, and the columns of the same names."""
 
+
+def _with_total(table: pa.Table) -> pa.Table:
+    """Version 1 knows the score only, which clipping and penalties have gone into."""
+    return table.append_column(pa.field("total", pa.float64()), table["score"].cast(pa.float64()))
+
+
 ROLLOUTS = Format(
     name="rollouts",
-    version=1,
+    version=2,
+    upgrades={1: _with_total},
     schema=pa.schema(
         [
             pa.field("step", pa.int64(), nullable=False),
@@ -66,6 +73,7 @@ ROLLOUTS = Format(
             pa.field("sample", pa.int64()),
             pa.field("prompt_text", pa.string(), nullable=False),
             pa.field("answer_text", pa.string(), nullable=False),
+            pa.field("total", pa.float64()),
             pa.field("score", pa.float64()),
             pa.field("scores", pa.map_(pa.string(), pa.float64()), nullable=False),
             pa.field("reward_failure", pa.string()),
@@ -102,6 +110,8 @@ class RolloutDetails:
     """The row of the data it answers."""
     sample: int | None = None
     """Which of the prompt's answers it is, as the engine counts them."""
+    total: float | None = None
+    """What the rewards gave, before clipping and penalties make it the score; None if one failed or none was asked."""
     reward_failure: str | None = None
     """Why there is no score."""
     extras: Mapping[str, object] = field(default_factory=dict)
@@ -223,7 +233,9 @@ def _to_trajectories(table: pa.Table, ragged: Mapping[str, Ragged]) -> tuple[Tra
 
 
 def _from_details(details: Sequence[RolloutDetails]) -> dict[str, Any]:
-    columns: dict[str, Any] = {name: [getattr(d, name) for d in details] for name in ("prompt", "sample", "seed")}
+    columns: dict[str, Any] = {
+        name: [getattr(d, name) for d in details] for name in ("prompt", "sample", "seed", "total")
+    }
     for name in ("prompt_text", "answer_text", "reward_failure"):
         columns[name] = [_storable(getattr(d, name)) for d in details]
     settings = {sampling: asdict(sampling) for sampling in {d.sampling for d in details} if sampling is not None}
@@ -233,7 +245,7 @@ def _from_details(details: Sequence[RolloutDetails]) -> dict[str, Any]:
 
 
 def _to_details(table: pa.Table) -> tuple[RolloutDetails, ...]:
-    names = ("prompt", "sample", "seed", "prompt_text", "answer_text", "reward_failure")
+    names = ("prompt", "sample", "seed", "total", "prompt_text", "answer_text", "reward_failure")
     columns = {name: table[name].to_pylist() for name in names}
     columns["sampling"] = [_to_sampling(settings) for settings in table["sampling"].to_pylist()]
     columns["extras"] = [json.loads(extras) for extras in table["extras"].to_pylist()]

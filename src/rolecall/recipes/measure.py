@@ -71,7 +71,7 @@ def measure_update(
     """
     for mini in steps:
         batch, out = mini.batch, mini.result.outputs
-        mask = trained(batch)
+        mask = trained(batch) if batch.replayed is None else trained(batch) & ~batch.replayed[:, None]
         meter.mean("entropy", out.entropy, mask)
         if mini.epoch == mini.minibatch == 0 and not recomputed and batch.behaviour_logprobs is not None:
             _mismatch(meter, out.logprobs, batch.behaviour_logprobs, mask)
@@ -140,6 +140,7 @@ def _why_small(m: dict[str, float]) -> str:
 
 def _mismatch(meter: Meter, trainer: Tensor, engine: Tensor, mask: Tensor) -> None:
     """How far the trainer's log-probs are from those the engine sampled with."""
+    mask = mask & engine.isfinite()
     gap = torch.where(mask, trainer - engine, 0).abs()
     meter.mean("sampling/sampling_logp_difference/mean", gap, mask)
     meter.largest("sampling/sampling_logp_difference/max", gap, mask)
