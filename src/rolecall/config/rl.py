@@ -276,6 +276,23 @@ def plan(options: RLOptions) -> str:
         f"in all: {options.steps} steps, {options.steps * answers:,} answers, "
         f"{options.steps * o.epochs * o.minibatches:,} optimiser steps",
     ]
+    lines += _replay_plan(options)
     if o.epochs * o.minibatches > 1:
         lines.append("after the first optimiser step of a rollout the policy is ahead of the one that sampled")
     return "\n".join(lines)
+
+
+def _replay_plan(options: RLOptions) -> list[str]:
+    o = options.replay
+    if options.from_run is not None:
+        return [
+            f"answers: those that {options.from_run} stored, in their order; nothing is sampled and no reward is asked"
+        ]
+    if not o.on:
+        return []
+    groups = round(options.prompts * o.share / (1 - o.share))
+    flat = ", and one for every flat group" if o.replace_flat else ""
+    return [
+        f"replay: {groups} groups beside {options.prompts} fresh ones{flat} ({o.mode}, {o.sampler}), each at most "
+        f"{o.max_staleness} versions old and used {o.max_uses} times, from {o.size} held"
+    ]

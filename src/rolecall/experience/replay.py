@@ -156,7 +156,7 @@ class ReplayBuffer:
         return _packed(self._groups)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Hold what was held then."""
+        """Hold what was held then, within the limits of now."""
         self._groups = []
         self.add(_unpacked(state))
 
@@ -174,15 +174,22 @@ class ReplayBuffer:
     def _chosen(self, group: StoredGroup, rng: np.random.Generator) -> StoredGroup:
         if self.answers is None:
             return group
-        sure = [_sureness(t) for t in group.trajectories]
-        return group.only(answers_of(group.totals, sure, self.answers, sampler=self._name, rng=rng))
+        rows: dict[int, list[int]] = {}  # the trajectories of an episode stay together
+        for i, t in enumerate(group.trajectories):
+            rows.setdefault(t.episode, []).append(i)
+        totals = [group.totals[first] for first, *_ in rows.values()]
+        sure = [_sureness([group.trajectories[i] for i in own]) for own in rows.values()]
+        chosen = answers_of(totals, sure, self.answers, sampler=self._name, rng=rng)
+        return group.only([i for which in chosen for i in list(rows.values())[which]])
 
 
-def _sureness(trajectory: Trajectory) -> float:
+def _sureness(trajectories: Sequence[Trajectory]) -> float:
     """The mean log-prob that the policy gave what it chose."""
     chosen = [
         logprob
-        for logprob, role in zip(trajectory.behaviour_logprobs or (), trajectory.roles, strict=False)
+        for t in trajectories
+        if t.behaviour_logprobs is not None
+        for logprob, role in zip(t.behaviour_logprobs, t.roles, strict=True)
         if role in (Role.CONTENT, Role.STOP)
     ]
     return float(np.mean(chosen)) if chosen else -np.inf
@@ -221,7 +228,7 @@ def _packed(groups: Sequence[StoredGroup]) -> dict[str, Any]:
 
 def _unpacked(state: Mapping[str, Any]) -> list[StoredGroup]:
     lengths = [row["length"] for row in state["trajectories"]]
-    tokens = {name: [tuple(part.tolist()) for part in state[name].split(lengths)] for name in _TOKENS}
+    tokens = {name: [tuple(part.tolist()) for part in state[name].split(lengths)] for name in _TOKENS if lengths}
     trajectories = []
     for i, row in enumerate(state["trajectories"]):
         own: dict[str, Any] = {

@@ -77,7 +77,7 @@ class Records:
                 sample=trajectory.episode,
                 total=scored.total,
                 reward_failure=scored.failure,
-                extras=_as_json(scored.extras),
+                extras=as_json(scored.extras),
             )
             for prompt, answer, row, trajectory, scored in zip(
                 rollout.prompts, rollout.answers, rollout.rows, rollout.trajectories, rollout.scored, strict=True
@@ -159,7 +159,7 @@ def _only(mask: Tensor, tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else torch.where(mask, tensor, torch.nan)
 
 
-def _as_json(extras: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(extras: Mapping[str, Any]) -> dict[str, Any]:
     """What a reward said beside its score; what JSON cannot hold is spelt out."""
     held: dict[str, Any] = {}
     for name, value in extras.items():

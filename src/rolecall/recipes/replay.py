@@ -295,7 +295,7 @@ def measure_replay(meter: Meter, rollout: Rollout, steps: Sequence[MiniStep], o:
     replay = rollout.replay
     assert replay is not None
     fresh = int(rollout.batch.groups.unique().numel())
-    meter.total("replay/held", float(replay.held))
+    meter.mean("replay/held", torch.tensor([float(replay.held)]))  # all ranks hold the same
     meter.total("replay/groups", float(len(replay.groups)))
     meter.total("replay/missing", float(replay.wanted - len(replay.groups)))
     meter.mean("replay/share", torch.tensor([0.0] * fresh + [1.0] * len(replay.groups)))

@@ -50,14 +50,16 @@ class RLLearner:
         updater: Updater,
         engine: Engine,
         reward: Reward,
-        rows: Rows,
+        rows: Rows | None,
         reference: Reference | None = None,
         watches: Sequence[Watch] = (),
         timer: Timer | None = None,
         advantage: Any = None,
         loss: Any = None,
+        collector: Collector | None = None,
     ) -> None:
-        """`advantage` and `loss` replace the algorithm's own: an algorithm of the user's."""
+        """`advantage` and `loss` replace the algorithm's own: an algorithm of the user's. `collector` takes the place of
+        sampling answers to the rows, which may then be None."""
         self.options, self.policy, self.module, self.updater = options, policy, module, updater
         self.engine, self.reward, self.reference = engine, reward, reference
         self.watches, self._own_advantage, self._own_loss = list(watches), advantage, loss
@@ -70,16 +72,7 @@ class RLLearner:
         o = options.algorithm
         self.rule = TrainRule(stop=o.train_stop)
         self.sampling = options.sampling
-        self.collector: Collector = Answers(
-            options,
-            policy=policy,
-            engine=engine,
-            reward=reward,
-            rows=rows,
-            timer=self.timer,
-            rank=updater.accelerator.process_index,
-            ranks=updater.accelerator.num_processes,
-        )
+        self.collector = collector or self._answers(rows)
         self.kl: FixedKL | AdaptiveKL = FixedKL(coef=o.kl_coef)
         if o.kl_target is not None:
             self.kl = AdaptiveKL(coef=o.kl_coef, target=o.kl_target, horizon=o.kl_horizon)
@@ -98,6 +91,20 @@ class RLLearner:
         self._meter = Meter()
         self._metrics: dict[str, float] = {}
         self._terms: tuple[str, ...] = ()
+
+    def _answers(self, rows: Rows | None) -> Collector:
+        if rows is None:
+            raise ValueError("there is nothing to learn from: give rows, or a collector")
+        return Answers(
+            self.options,
+            policy=self.policy,
+            engine=self.engine,
+            reward=self.reward,
+            rows=rows,
+            timer=self.timer,
+            rank=self.updater.accelerator.process_index,
+            ranks=self.updater.accelerator.num_processes,
+        )
 
     # -- rolling out ---------------------------------------------------------------------------------------------
 
