@@ -36,6 +36,7 @@ from rolecall.types import Batch, Finish, Sampling, Trajectory
 _TURNS = list_of(
     pa.struct([pa.field("start", pa.int32(), nullable=False), pa.field("end", pa.int32(), nullable=False)])
 )
+_PARTS = list_of(pa.struct([pa.field("part", pa.string(), nullable=False), pa.field("score", pa.float64())]))
 _SAMPLING = pa.struct(
     [
         pa.field("temperature", pa.float64(), nullable=False),
@@ -53,15 +54,19 @@ _COMPUTED = ("old_logprobs", "ref_logprobs", "values", "rewards", "advantages", 
 """The fields of a batch that are computed per position, and the columns of the same names."""
 
 
-def _with_total(table: pa.Table) -> pa.Table:
-    """Version 1 knows the score only, which clipping and penalties have gone into."""
-    return table.append_column(pa.field("total", pa.float64()), table["score"].cast(pa.float64()))
+def _from_version_1(table: pa.Table) -> pa.Table:
+    """Version 1 has no total, only the score that clipping and penalties have gone into; parts of it are a map."""
+    table = table.append_column(pa.field("total", pa.float64()), table["score"].cast(pa.float64()))
+    maps = table["scores"].combine_chunks()
+    pairs = pa.StructArray.from_arrays([maps.keys, maps.items], fields=list(_PARTS.value_type))
+    lists = pa.ListArray.from_arrays(maps.offsets, pairs, type=_PARTS)
+    return table.set_column(table.schema.get_field_index("scores"), pa.field("scores", _PARTS), lists)
 
 
 ROLLOUTS = Format(
     name="rollouts",
     version=2,
-    upgrades={1: _with_total},
+    upgrades={1: _from_version_1},
     schema=pa.schema(
         [
             pa.field("step", pa.int64(), nullable=False),
@@ -75,7 +80,7 @@ ROLLOUTS = Format(
             pa.field("answer_text", pa.string(), nullable=False),
             pa.field("total", pa.float64()),
             pa.field("score", pa.float64()),
-            pa.field("scores", pa.map_(pa.string(), pa.float64()), nullable=False),
+            pa.field("scores", _PARTS, nullable=False),
             pa.field("reward_failure", pa.string()),
             pa.field("finish", pa.string(), nullable=False),
             pa.field("policy_version", pa.int64(), nullable=False),
@@ -216,7 +221,7 @@ def _from_trajectories(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     prompts = Ragged.of([t.behaviour_prompt_ids for t in trajectories], np.int32)
     columns["behaviour_prompt_ids"] = prompts.column(IDS)
     columns["turns"] = [[{"start": start, "end": end} for start, end in t.turns] for t in trajectories]
-    columns["scores"] = [list(t.scores.items()) for t in trajectories]
+    columns["scores"] = [[{"part": part, "score": score} for part, score in t.scores.items()] for t in trajectories]
     return columns
 
 
@@ -228,7 +233,7 @@ def _to_trajectories(table: pa.Table, ragged: Mapping[str, Ragged]) -> tuple[Tra
         columns[name] = ragged[name].tuples()
     columns["behaviour_prompt_ids"] = Ragged.read(table["behaviour_prompt_ids"]).tuples()
     columns["turns"] = [tuple((turn["start"], turn["end"]) for turn in turns) for turns in table["turns"].to_pylist()]
-    columns["scores"] = [dict(scores) for scores in table["scores"].to_pylist()]
+    columns["scores"] = [{one["part"]: one["score"] for one in scores} for scores in table["scores"].to_pylist()]
     return tuple(Trajectory(**row) for row in row_by_row(columns))
 
 
