@@ -572,3 +572,16 @@ def test_the_page_names_every_mode_and_sampler():
     for name in ("mode", "sampler", "weights", "weights_level", "normalise"):
         for choice in get_args(hints[name]):
             assert f"`{choice}`" in page
+
+
+def test_every_number_of_replay_is_documented_and_every_documented_number_is_logged():
+    from test_metrics_docs import documented, unknown
+
+    decoupled = {"replay.decoupled": True, "replay.weights": "truncate", "algorithm.old_logprobs": "recompute"}
+    names = set()
+    for settings in ({"replay.mode": "observe"}, {"replay.mode": "shaped"}, decoupled):
+        for metrics in run(learner(**{"replay.share": 0.5, **settings}), 2):
+            names |= set(metrics)
+    assert unknown(names, "Reinforcement learning") == set()
+    wanted = {pattern.pattern.replace("\\", "") for pattern in documented("Reinforcement learning")}
+    assert {name for name in wanted if name.startswith("replay/")} <= names
