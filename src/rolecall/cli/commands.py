@@ -33,12 +33,14 @@ COMMANDS = (
         about="supervised fine-tuning on demonstrations",
         options="rolecall.config.sft:SFTOptions",
         run="rolecall.cli.train:sft",
+        plan="rolecall.config.sft:plan",
     ),
     Command(
         name="rm",
         about="a reward model from preferences",
         options="rolecall.config.rm:RMOptions",
         run="rolecall.cli.train:rm",
+        plan="rolecall.config.rm:plan",
     ),
     Command(
         name="rl",

@@ -122,6 +122,7 @@ def _build(
             weights=options.reward_weights,
             deadline_s=options.reward_deadline,
             columns=train.columns,
+            timer=timer,
         )
     policy = open_policy(options.model, options)
     for some in (train, test):
@@ -137,6 +138,7 @@ def _build(
         optimizer,
         token_budget=options.optim.token_budget,
         max_grad_norm=options.optim.max_grad_norm,
+        timer=timer,
     )
     engine = sampler(policy, options)
     guard = Guard(
@@ -175,6 +177,7 @@ def _build(
             samples=options.eval.samples,
             seed=options.seed,
             reference=reference,
+            timer=timer,
         )
     return build_policy(
         learner,
