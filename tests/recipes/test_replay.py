@@ -278,6 +278,7 @@ def test_the_share_is_of_all_groups_of_a_step(share, groups):
     made = learner(**{"replay.share": share})
     numbers = run(made, 5)[-1]
     assert numbers["replay/groups"] == groups
+    assert f"{groups} groups replayed (ratio" in made.explain()
     assert numbers["replay/share"] == pytest.approx(groups / (3 + groups))
 
 
@@ -467,6 +468,8 @@ def test_updates_say_where_a_replayed_answer_was_sampled(tmp_path):
         old = [row for row in rows if row.rollout_step == 1]
         assert sorted(row.trajectory for row in old) == list(range(12))
         assert len(rows) == 24
+        pulled = sum(float(row.contributions["policy"].abs().sum()) for row in old if row.contributions)
+        assert (pulled > 0) == (mode == "clipped")
         for row in old:
             assert row.ratio is not None
             if mode == "observe":
@@ -474,7 +477,6 @@ def test_updates_say_where_a_replayed_answer_was_sampled(tmp_path):
                 assert Verdict.TRAINED not in row.verdicts.tolist()
                 assert not row.contributions
             else:
-                assert float(row.contributions["policy"].abs().sum()) >= 0
                 assert Verdict.TRAINED in row.verdicts.tolist()
 
 

@@ -120,6 +120,8 @@ def in_words(m: dict[str, float], terms: Sequence[str]) -> str:
     elif abs(m.get("loss", 0.0)) < 1e-3:
         loss += _why_small(m)
     parts.append(loss)
+    if m.get("replay/groups"):
+        parts.append(f"{m['replay/groups']:.0f} groups replayed (ratio {m.get('replay/ratio', 0.0):.2f})")
     parts.append(f"gradient {m.get('grad_norm', 0.0):.3g}")
     if m.get("skipped"):
         parts.append("NOT FINITE: step skipped, weights untouched")
