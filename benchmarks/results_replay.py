@@ -18,6 +18,7 @@ import torch
 import rolecall
 from rolecall.jobs.demo import mixed_demonstrations
 
+RATES = (1e-4, 3e-5)
 STEPS, PROMPTS, SAMPLES, EVERY, GOAL = 120, 8, 8, 2, 0.9
 VARIANTS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -31,7 +32,6 @@ COMMON: dict[str, Any] = {
     "prompts": PROMPTS,
     "samples": SAMPLES,
     "sampling": {"max_new_tokens": 8},
-    "optim": {"lr": 3e-5, "warmup_steps": 5},
     "eval": {"every": EVERY, "rows": 400, "stop_at": GOAL},
     "save": {"every": 20, "rollouts": 0, "updates": 0},
     "quiet": True,
@@ -59,14 +59,19 @@ def start_of(place: Path, seed: int) -> Path:
     return out
 
 
-def run_one(place: Path, name: str, seed: int) -> Path:
+def place_of(place: Path, name: str, rate: float, seed: int) -> Path:
+    """Where a run lies."""
+    return place / f"{name}-{rate:g}-{seed}"
+
+
+def run_one(place: Path, name: str, rate: float, seed: int) -> Path:
     """One run to its end, gone on with if it was interrupted."""
-    out = place / f"{name}-{seed}"
+    out = place_of(place, name, rate, seed)
     if (out / "model").is_dir():
         return out
     began = (out / "config.json").is_file()
-    settings = {} if began else {"model": str(start_of(place, seed)), **COMMON, **VARIANTS[name]}
-    outcome = rolecall.rl(preset="grpo", out=str(out), seed=seed, resume=began, **settings).outcome
+    fresh = {"model": str(start_of(place, seed)), "optim": {"lr": rate, "warmup_steps": 5}, **COMMON, **VARIANTS[name]}
+    outcome = rolecall.rl(preset="grpo", out=str(out), seed=seed, resume=began, **({} if began else fresh)).outcome
     if outcome.exit_code:
         raise SystemExit(f"{out}: {outcome.reason}; start again to go on")
     return out
@@ -83,56 +88,52 @@ def steps_to_goal(run: Path) -> int | None:
     return next((step for step, accuracy in evaluations(run) if accuracy >= GOAL), None)
 
 
-def numbers_of(run: Path, name: str) -> float | None:
+def mean_of(run: Path, name: str) -> float | None:
     """The mean of a number over the run's steps."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     held = [line[name] for line in lines if name in line]
     return statistics.mean(held) if held else None
 
 
+def row_of(name: str, runs: list[Path]) -> str:
+    """A line of the table."""
+    reached = [steps_to_goal(run) for run in runs]
+    whole = STEPS * PROMPTS * SAMPLES
+    samples = [f"{step * PROMPTS * SAMPLES:,}" if step else f"not in {whole:,}" for step in reached]
+    mean = f"{statistics.mean(step for step in reached if step) * PROMPTS * SAMPLES:,.0f}" if all(reached) else "-"
+    held = [value for run in runs if (value := mean_of(run, "replay/ess")) is not None]
+    ess = f"{statistics.mean(held):.2f}" if held else "-"
+    return f"| {name} | {' / '.join(samples)} | {mean} | {ess} |"
+
+
 def page_of(place: Path, seeds: int) -> str:
     """The page, from the runs that are there."""
-    rows = []
-    for name in VARIANTS:
-        runs = [place / f"{name}-{seed}" for seed in range(seeds) if (place / f"{name}-{seed}" / "model").is_dir()]
-        if not runs:
-            continue
-        reached = [steps_to_goal(run) for run in runs]
-        samples = [
-            f"{step * PROMPTS * SAMPLES:,}" if step else f"not in {STEPS * PROMPTS * SAMPLES:,}" for step in reached
-        ]
-        done = [step * PROMPTS * SAMPLES for step in reached if step]
-        mean = f"{statistics.mean(done):,.0f}" if len(done) == len(runs) else "-"
-        spread = f"{min(done):,} to {max(done):,}" if len(done) == len(runs) else "-"
-        ratios = [numbers_of(run, "replay/ess") for run in runs]
-        ess = [value for value in ratios if value is not None]
-        shown = f"{statistics.mean(ess):.2f}" if ess else "-"
-        rows.append(f"| {name} | {' / '.join(samples)} | {mean} | {spread} | {shown} |")
-    starts = " / ".join(
-        f"{evaluations(place / f'none-{seed}')[0][1]:.1%}"
-        for seed in range(seeds)
-        if (place / f"none-{seed}" / "metrics.jsonl").is_file()
-    )
-    return "\n".join(
-        [
-            "# Results: replay",
-            "",
-            "Written by `python benchmarks/results_replay.py`, from the runs it makes: CPU, one thread, float32.",
-            "",
-            f"GRPO on the sorting task ({PROMPTS} prompts x {SAMPLES} answers a step, learning rate {COMMON['optim']['lr']:g}) from a",
-            f"short SFT that gets {starts} of 400 held-out problems right. Samples that were *generated* until greedy answers to",
-            f"the held-out problems were {GOAL:.0%} right, looked at every {EVERY} steps ({EVERY * PROMPTS * SAMPLES} samples), by seed. With replay, every second",
-            "group of a step is a replayed one (`replay.share 0.5`), all else as by default; effective sample size is that of",
-            "the ratios of replayed tokens, as a share of their number.",
-            "",
-            "| replay | samples to the goal, by seed | mean | range | effective sample size |",
-            "|---|---|---|---|---|",
-            *rows,
-            "",
-            "`observe` trains on nothing that it replays, and its runs are the runs without replay, bit for bit.",
-            "",
-        ]
-    )
+    starts = [place_of(place, "none", RATES[0], seed) for seed in range(seeds)]
+    right = " / ".join(f"{evaluations(run)[0][1]:.1%}" for run in starts if (run / "model").is_dir())
+    lines = [
+        "# Results: replay",
+        "",
+        "Written by `python benchmarks/results_replay.py`, from the runs it makes: CPU, one thread, float32.",
+        "",
+        f"GRPO on the sorting task, {PROMPTS} prompts x {SAMPLES} answers a step, from a short SFT that gets {right} of 400",
+        "held-out problems right (by seed). The tables count samples that were *generated* until greedy answers to the held-out",
+        f"problems were {GOAL:.0%} right, looked at every {EVERY} steps, which is {EVERY * PROMPTS * SAMPLES} samples. With replay, every second group of a step",
+        "is a replayed one (`replay.share 0.5`), all else as by default. The effective sample size is that of the ratios of replayed",
+        "tokens, as a share of their number.",
+    ]
+    for rate in RATES:
+        lines += ["", f"Learning rate {rate:g}:", "", "| replay | samples, by seed | mean | effective sample size |"]
+        lines += ["|---|---|---|---|"]
+        for name in VARIANTS:
+            runs = [place_of(place, name, rate, seed) for seed in range(seeds)]
+            runs = [run for run in runs if (run / "model").is_dir()]
+            lines += [row_of(name, runs)] if runs else []
+    lines += [
+        "",
+        f"With {seeds} seeds and looks {EVERY * PROMPTS * SAMPLES} samples apart, differences of one look say nothing. `observe` trains on nothing that it",
+        "replays, and its runs are the runs without replay, bit for bit.",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -143,9 +144,10 @@ def main() -> None:
     parser.add_argument("--page", type=Path, default=Path("docs/results-replay.md"))
     given = parser.parse_args()
     torch.set_num_threads(1)
-    # What differs most first; observing, which must change nothing, last.
-    for name, seed in sorted(product(VARIANTS, range(given.seeds)), key=lambda one: (one[0] == "observe", one[1])):
-        run = run_one(given.place, name, seed)
+    # Observing, which must change nothing, comes last.
+    plan = sorted(product(VARIANTS, RATES, range(given.seeds)), key=lambda one: (one[0] == "observe", -one[1], one[2]))
+    for name, rate, seed in plan:
+        run = run_one(given.place, name, rate, seed)
         print(f"{run.name}: {evaluations(run)[-1]}", flush=True)
         given.page.write_text(page_of(given.place, given.seeds))
     print(given.page.read_text())

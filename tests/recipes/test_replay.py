@@ -568,7 +568,7 @@ def test_the_page_names_every_mode_and_sampler():
     page = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
     from typing import get_args, get_type_hints
 
-    from rolecall.config.replay import ReplayOptions
+    from rolecall.config.experience import ReplayOptions
 
     hints = get_type_hints(ReplayOptions)
     for name in ("mode", "sampler", "weights", "weights_level", "normalise"):

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from rolecall.config.experience import ReplayOptions
 from rolecall.config.parts import (
     ChatOptions,
     EngineOptions,
@@ -14,7 +15,6 @@ from rolecall.config.parts import (
     SaveOptions,
 )
 from rolecall.config.plan import logits_line, ranks_line
-from rolecall.config.replay import ReplayOptions
 from rolecall.config.sampling import Sampling
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolecall.config.replay import ReplayOptions
+from rolecall.config.experience import ReplayOptions
 from rolecall.config.rl import RLOptions
 from rolecall.experience.replay import Drawn, Limits, ReplayBuffer, StoredGroup
 from rolecall.maths import losses
