@@ -57,6 +57,12 @@ COMMANDS = (
         plan="rolecall.config.rl:plan",
     ),
     Command(
+        name="rescore",
+        about="another reward for the answers a run has stored",
+        options="rolecall.config.rescore:RescoreOptions",
+        run="rolecall.cli.rescore:run",
+    ),
+    Command(
         name="eval",
         about="how good a model is on held-out rows",
         options="rolecall.config.eval:EvalOptions",

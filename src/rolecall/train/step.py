@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from rolecall.experience.batches import lengths_of, micro_batches
@@ -194,6 +195,10 @@ class Updater:
     def all_max(self, x: Tensor) -> Tensor:
         """A tensor's maximum over ranks."""
         return self._over_ranks(x, "max")
+
+    def all_gather(self, items: list[Any]) -> list[Any]:
+        """The lists of all ranks, one behind the other."""
+        return items if self.accelerator.num_processes == 1 else list(gather_object(items))
 
     def _over_ranks(self, x: Tensor, how: str) -> Tensor:
         if self.accelerator.num_processes == 1:
