@@ -216,6 +216,8 @@ class Batch:
     """[batch]: the score of the greedy answer to the same prompt, where one was asked for; NaN where its reward failed."""
     policy_versions: Tensor | None = None
     """[batch] int64: the weights that sampled each row."""
+    replayed: Tensor | None = None
+    """[batch] bool: rows of earlier steps that are trained on again; None: all are fresh."""
 
     def __post_init__(self) -> None:
         if self.ids.dim() != 2:
@@ -248,7 +250,7 @@ class Batch:
         return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors()})
 
 
-_PER_ROW = frozenset({"groups", "scores", "baselines", "policy_versions"})
+_PER_ROW = frozenset({"groups", "scores", "baselines", "policy_versions", "replayed"})
 
 
 def _check_lengths(what: str, length: int, **parts: tuple[object, ...] | None) -> None:

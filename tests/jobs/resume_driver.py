@@ -37,6 +37,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "algorithm.reference_every": 2, "algorithm.kl_target": 1.0,
     },
     "ppo": {**COMMON, "samples": 2, "algorithm.critic": "separate", "eval.every": 2, "eval.rows": 2},
+    "replay": {
+        **COMMON, "samples": 4, "algorithm.minibatches": 2, "replay.share": 0.5, "replay.sampler": "random",
+        "replay.size": 8, "replay.max_uses": 2, "replay.max_staleness": 3, "replay.weights": "mask",
+    },
 }  # fmt: skip
 ROWS = [{"prompt": f"{word}:"} for word in ("go", "on", "up", "at", "in")]
 
@@ -55,7 +59,7 @@ class Letters:
 
 
 def options(kind: str, out: Path, **more: Any) -> RLOptions:
-    preset = RLOptions.presets[kind]
+    preset = RLOptions.presets.get(kind, RLOptions.presets["grpo"])
     return resolve(RLOptions, [("preset", preset), ("test", {**KINDS[kind], "out": str(out), **more})]).options
 
 

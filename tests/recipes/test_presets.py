@@ -298,8 +298,8 @@ def test_nothing_is_replaced_where_nothing_is_flat():
 def test_the_answers_of_replacements_have_their_own_random_numbers():
     learner = dynamic(lambda n: n % 2 == 0)
     seen = []
-    inner = learner.engine.generate
-    learner.collector.engine.generate = lambda requests: seen.extend(requests) or inner(requests)
+    inner = learner.engine.stream
+    learner.collector.engine.stream = lambda requests: seen.extend(requests) or inner(requests)
     learner.collect(0)
     assert [r.prompt for r in seen] == list(range(len(seen)))
     assert len(seen) > 4
@@ -329,8 +329,8 @@ def test_ranks_share_the_replacements():
         collector = both[i].collector
         collector.rank, collector.ranks, collector.all_sum = i, 2, all_sum
         seen = []
-        inner = collector.engine.generate
-        collector.engine.generate = lambda requests: seen.extend(requests) or inner(requests)
+        inner = collector.engine.stream
+        collector.engine.stream = lambda requests: seen.extend(requests) or inner(requests)
         found = collector.collect(0)
         return found, [r.prompt_ids for r in seen], collector.order.taken
 

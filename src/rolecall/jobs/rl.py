@@ -1,10 +1,12 @@
 """`rolecall rl`: train a language model with reinforcement learning."""
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,24 +16,32 @@ from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
+from rolecall.experience.parquet import StoreError
+from rolecall.experience.stored import RolloutStore
 from rolecall.jobs.data import check_prompts, label, open_judge, open_reward, prompt_rows
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, model_directory
 from rolecall.policy.heads import Critic, RewardModel, ScalarHead
 from rolecall.policy.load import LoadedModel, load
 from rolecall.policy.lora import add_adapter, has_adapter, merged
 from rolecall.policy.model import PolicyModel
+from rolecall.policy.token_text import token_bytes
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.guard import Guard
 from rolecall.recipes.records import Records
 from rolecall.recipes.rl import RLLearner
+from rolecall.recipes.stored import StoredAnswers, Unasked
+from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine, warn_if_support_is_cut
 from rolecall.rollout.open import open_engine
+from rolecall.tasks.rows import Rows
 from rolecall.train.optim import make_optimizer
 from rolecall.train.progress import Progress
 from rolecall.train.reference import Reference
 from rolecall.train.rundir import RunDir
 from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
+
+_log = logging.getLogger("rolecall")
 
 
 def rl(
@@ -100,15 +110,21 @@ def _build(
     advantage: Callable[..., Any] | None,
     loss: Callable[..., Any] | None,
 ) -> Built:
-    train, test, task_reward = prompt_rows(options.rows if rows is None else rows, options.eval, seed=options.seed)
-    reward = open_reward(
-        rewards or options.reward,
-        task_reward,
-        stack,
-        weights=options.reward_weights,
-        deadline_s=options.reward_deadline,
-        columns=train.columns,
-    )
+    train: Rows | None = None
+    test: Rows | None = None
+    reward: Reward = Unasked()
+    if options.sampled_now or options.eval.every:
+        source = options.rows if rows is None else rows
+        train, test, task_reward = prompt_rows(source, options.eval, seed=options.seed)
+        reward = open_reward(
+            rewards or options.reward,
+            task_reward,
+            stack,
+            weights=options.reward_weights,
+            deadline_s=options.reward_deadline,
+            columns=train.columns,
+            timer=timer,
+        )
     policy = open_policy(options.model, options)
     for some in (train, test):
         if some is not None:
@@ -123,12 +139,14 @@ def _build(
         optimizer,
         token_budget=options.optim.token_budget,
         max_grad_norm=options.optim.max_grad_norm,
+        timer=timer,
     )
     engine = sampler(policy, options)
     guard = Guard(
         options, policy=policy, updater=updater, engine=engine, engine_dtype=_dtype(options) or policy.model.dtype
     )
     warn_if_support_is_cut(options.sampling)
+    stored = None if options.from_run is None else _stored_answers(options, policy, engine, accelerator)
     learner = RLLearner(
         options,
         policy=policy,
@@ -142,10 +160,12 @@ def _build(
         timer=timer,
         advantage=advantage,
         loss=loss,
+        collector=stored,
     )
 
     def record(run: RunDir) -> None:
-        learner.watches.append(Records(run, options, model=engine.hash, tokenizer=fingerprint(policy)))
+        spell = partial(token_bytes, policy.tokenizer)
+        learner.watches.append(Records(run, options, model=engine.hash, tokenizer=fingerprint(policy), pieces=spell))
 
     evaluate = None
     if test is not None:
@@ -161,6 +181,7 @@ def _build(
             samples=options.eval.samples,
             seed=options.seed,
             reference=reference,
+            timer=timer,
         )
     return build_policy(
         learner,
@@ -171,6 +192,31 @@ def _build(
         evaluate=evaluate,
         watch_run=record,
     )
+
+
+def _stored_answers(options: RLOptions, policy: LoadedModel, engine: Engine, accelerator: Accelerator) -> StoredAnswers:
+    """The rollouts to train on in place of new ones, all read once and found good."""
+    assert options.from_run is not None
+    try:
+        store = RolloutStore(Path(options.from_run).expanduser())
+        facts = store.check(
+            tokenizer=fingerprint(policy),
+            vocabulary=policy.model.config.vocab_size,
+            temperature=options.sampling.scoring_temperature,
+            context=policy.context_length,
+        )
+    except StoreError as error:
+        raise UserError(str(error)) from error
+    _log.info("%d answers from %d steps of %s; nothing is sampled", facts.answers, facts.steps, store.place)
+    if engine.hash() not in facts.models:
+        _log.warning(
+            "none of the rollouts was sampled by the weights that training starts from: every ratio is to another policy"
+        )
+    if facts.unknown:
+        _log.warning(
+            "%d of %d sampled tokens have no finite behaviour log-prob and are left out", facts.unknown, facts.tokens
+        )
+    return StoredAnswers(store, rank=accelerator.process_index, ranks=accelerator.num_processes)
 
 
 def open_policy(name: str, options: Any) -> LoadedModel:

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from rolecall.policy.logprobs import Head, exact_token_kl, fused_loss, token_logprobs
+from rolecall.policy.trunk import Trunk
 
 
 class Outputs(NamedTuple):
@@ -41,6 +42,7 @@ class PolicyModel(nn.Module):
         if value_head is not None and critic is not None:
             raise ValueError("give a value head on the shared trunk or a separate critic, not both")
         self.model, self.value_head, self.critic = model, value_head, critic
+        self._policy_trunk: Trunk | None = None  # made when the model is on its device
 
     @property
     def has_values(self) -> bool:
@@ -61,11 +63,11 @@ class PolicyModel(nn.Module):
         The loss path computes the head's gradient on the way, in chunks of whole rows. With `against`, also the KL to
         the reference over the whole vocabulary at every wanted position.
         """
-        hidden = self._trunk()(input_ids=ids, use_cache=False).last_hidden_state
         # Token t is read from the hidden state at t - 1; token 0 has none before it.
         asked = wanted[:, 1:]
-        picked, targets = hidden[:, :-1][asked], ids[:, 1:][asked]
-        values = self._values(ids, hidden, asked)
+        targets = ids[:, 1:][asked]
+        picked = self._hidden(ids, asked)
+        values = self._values(ids, picked, asked)
         head = self._head(temperature)
         kl = None if against is None else exact_token_kl(picked, head, *against(ids, asked, temperature))
         held = [x for x in (values, kl) if x is not None]
@@ -104,7 +106,7 @@ class PolicyModel(nn.Module):
         fused = fused_loss(picked, head, targets, chunk_loss, row_ends=ends.tolist(), values=beside)
         # A micro-batch in which nothing trains still reaches every parameter, with gradient 0 (DDP waits for all of them).
         idle = (
-            0.0 * (hidden.sum() + head.weight.sum() + (0 if beside is None else beside.sum()))
+            0.0 * (picked.sum() + head.weight.sum() + (0 if beside is None else beside.sum()))
             if not len(targets)
             else 0.0
         )
@@ -114,11 +116,7 @@ class PolicyModel(nn.Module):
     def read(self, ids: Tensor, asked: Tensor, temperature: float) -> tuple[Tensor, Head]:
         """(hidden states before the asked tokens, the head): what another policy is compared with. `asked` is
         [batch, time - 1], one entry per token but the first."""
-        hidden = self._trunk()(input_ids=ids, use_cache=False).last_hidden_state
-        return hidden[:, :-1][asked], self._head(temperature)
-
-    def _trunk(self) -> nn.Module:
-        return self._language_model().get_decoder()
+        return self._hidden(ids, asked), self._head(temperature)
 
     def _language_model(self) -> Any:
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
@@ -126,12 +124,26 @@ class PolicyModel(nn.Module):
     def _head(self, temperature: float) -> Head:
         return head_of(self._language_model(), temperature)
 
-    def _values(self, ids: Tensor, hidden: Tensor, asked: Tensor) -> Tensor | None:
+    def _trunk(self) -> Trunk:
+        if self._policy_trunk is None:
+            self._policy_trunk = Trunk(self._language_model())
+        return self._policy_trunk
+
+    def _hidden(self, ids: Tensor, asked: Tensor) -> Tensor:
+        """[n, width] what the asked tokens are read from."""
+        return self._trunk()(ids, nn.functional.pad(asked, (0, 1)))
+
+    def _values(self, ids: Tensor, picked: Tensor, asked: Tensor) -> Tensor | None:
         if self.value_head is not None:
-            return _wide(self.value_head(hidden[:, :-1][asked]).flatten())
+            return _wide(self.value_head(picked).flatten())
         if self.critic is not None:
             return _wide(self.critic(ids)[:, 1:][asked])
         return None
+
+
+def shares_prefixes(module: nn.Module) -> bool:
+    """True if rows that begin alike are cheaper together: micro-batches should keep groups whole."""
+    return isinstance(module, PolicyModel) and module._trunk().is_flat
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rolecall.config.parts import ChatOptions
 from rolecall.policy.load import LoadedModel
-from rolecall.recipes.sampling import answer_text, as_completion, prompt_request, trajectory_of
+from rolecall.recipes.sampling import answer_text, answered, as_completion, prompt_request, trajectory_of
 from rolecall.rewards.records import Reward, Sample, Scored
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
@@ -66,8 +66,8 @@ class Asker:
         requests = [self._request(row, samples, seed, step, first + i) for i, row in enumerate(rows)]
         likeliest = [replace(r, n=1, sampling=replace(r.sampling, temperature=0.0)) for r in requests] if greedy else []
         with self.timer.phase("generate"):
-            completions = self.engine.generate(requests)
-            completions_greedy = self.engine.generate(likeliest) if greedy else []
+            completions = answered(self.engine, requests, self.timer)
+            completions_greedy = answered(self.engine, likeliest, self.timer) if greedy else []
         both = [*completions, *completions_greedy]
         answers = [answer_text(self.policy, c) for c in both]
         with self.timer.phase("reward"):

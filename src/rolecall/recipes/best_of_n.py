@@ -82,6 +82,7 @@ class BestOfN:
                 sampling=self.options.sampling,
                 prompt=group.row,
                 sample=i,
+                total=group.scored[i].total,
                 reward_failure=group.scored[i].failure,
                 extras={} if verdicts is None else {"judge": verdicts[i]},
             )

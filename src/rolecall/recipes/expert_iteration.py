@@ -179,6 +179,7 @@ class ExpertIterationLearner:
                 sampling=o.sampling,
                 prompt=group.row,
                 sample=i,
+                total=group.scored[i].total,
                 reward_failure=group.scored[i].failure,
                 extras={**as_json(group.scored[i].extras), "kept": number in kept},
             )

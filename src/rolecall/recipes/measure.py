@@ -75,17 +75,17 @@ def measure_drawn(meter: Meter, drawn: Drawn) -> None:
     meter.mean("resample/reward", torch.full((drawn.scores,), mean))
 
 
-def measure_update(meter: Meter, steps: Sequence[MiniStep], o: AlgorithmOptions) -> None:
+def measure_update(meter: Meter, steps: Sequence[MiniStep], o: AlgorithmOptions, *, recomputed: bool) -> None:
     """What the optimiser steps did. The first one of a fresh rollout has ratio 1.
 
     Unless old log-probs were recomputed, the first step's outputs show how far trainer and engine are apart.
     """
     for mini in steps:
         batch, out = mini.batch, mini.result.outputs
-        mask = trained(batch)
+        mask = trained(batch) if batch.replayed is None else trained(batch) & ~batch.replayed[:, None]
         meter.mean("entropy", out.entropy, mask)
         first = mini.epoch == mini.minibatch == 0
-        if first and o.old_source != "recompute" and batch.behaviour_logprobs is not None:
+        if first and not recomputed and batch.behaviour_logprobs is not None:
             _mismatch(meter, out.logprobs, batch.behaviour_logprobs, mask)
         old = batch.old_logprobs if batch.old_logprobs is not None else out.logprobs
         rho = ratio(out.logprobs, old, mask)
@@ -130,6 +130,8 @@ def in_words(m: dict[str, float], terms: Sequence[str]) -> str:
     elif abs(m.get("loss", 0.0)) < 1e-3:
         loss += _why_small(m)
     parts.append(loss)
+    if m.get("replay/groups"):
+        parts.append(f"{m['replay/groups']:.0f} groups replayed (ratio {m.get('replay/ratio', 0.0):.2f})")
     parts.append(f"gradient {m.get('grad_norm', 0.0):.3g}")
     if m.get("skipped"):
         parts.append("NOT FINITE: step skipped, weights untouched")
@@ -150,6 +152,7 @@ def _why_small(m: dict[str, float]) -> str:
 
 def _mismatch(meter: Meter, trainer: Tensor, engine: Tensor, mask: Tensor) -> None:
     """How far the trainer's log-probs are from those the engine sampled with."""
+    mask = mask & engine.isfinite()
     gap = torch.where(mask, trainer - engine, 0).abs()
     meter.mean("sampling/sampling_logp_difference/mean", gap, mask)
     meter.largest("sampling/sampling_logp_difference/max", gap, mask)

@@ -24,9 +24,10 @@ from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter, merged
 from rolecall.policy.model import Against, Outputs, PolicyModel
 from rolecall.recipes.algorithms import Algorithm, Knobs, algorithm_of
-from rolecall.recipes.collect import Answers, Collected, Collector
-from rolecall.recipes.experience import MiniStep, Rollout, Watch
+from rolecall.recipes.collect import Answers, Collector
+from rolecall.recipes.experience import MiniStep, Rollout, Watch, with_advantages
 from rolecall.recipes.measure import finish, in_words, measure_drawn, measure_rollout, measure_update
+from rolecall.recipes.replay import Replay, finish_replay, measure_replay, start_weights
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
@@ -34,9 +35,9 @@ from rolecall.train.metrics import Meter
 from rolecall.train.optim import lr_factor, set_lr
 from rolecall.train.reference import Reference
 from rolecall.train.score import score
-from rolecall.train.step import Updater, trained
+from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
-from rolecall.types import Batch, Finish
+from rolecall.types import Batch, Finish, Trajectory
 
 
 class RLLearner:
@@ -51,14 +52,16 @@ class RLLearner:
         updater: Updater,
         engine: Engine,
         reward: Reward,
-        rows: Rows,
+        rows: Rows | None,
         reference: Reference | None = None,
         watches: Sequence[Watch] = (),
         timer: Timer | None = None,
         advantage: Any = None,
         loss: Any = None,
+        collector: Collector | None = None,
     ) -> None:
-        """`advantage` and `loss` replace the algorithm's own: an algorithm of the user's."""
+        """`advantage` and `loss` replace the algorithm's own: an algorithm of the user's. `collector` takes the place of
+        sampling answers to the rows, which may then be None."""
         self.options, self.policy, self.module, self.updater = options, policy, module, updater
         self.engine, self.reward, self.reference = engine, reward, reference
         self.watches, self._own_advantage, self._own_loss = list(watches), advantage, loss
@@ -71,17 +74,7 @@ class RLLearner:
         o = options.algorithm
         self.rule = TrainRule(stop=o.train_stop)
         self.sampling = options.sampling
-        self.collector: Collector = Answers(
-            options,
-            policy=policy,
-            engine=engine,
-            reward=reward,
-            rows=rows,
-            timer=self.timer,
-            rank=updater.accelerator.process_index,
-            ranks=updater.accelerator.num_processes,
-            all_sum=updater.all_sum,
-        )
+        self.collector = collector or self._answers(rows)
         self.kl: FixedKL | AdaptiveKL = FixedKL(coef=o.kl_coef)
         if o.kl_target is not None:
             self.kl = AdaptiveKL(coef=o.kl_coef, target=o.kl_target, horizon=o.kl_horizon)
@@ -91,9 +84,35 @@ class RLLearner:
                 coef=o.entropy_coef, target=o.entropy_target, rate=o.entropy_rate, limit=o.entropy_max
             )
         self.baseline = EMABaseline(decay=0.9)
+        self.replay: Replay | None = None
+        if options.replay.on:
+            self.replay = Replay(
+                options,
+                prepare=self._prepare_replayed,
+                own_loss=loss is not None,
+                all_sum=updater.all_sum,
+                gather=updater.all_gather,
+                rank=updater.accelerator.process_index,
+                ranks=updater.accelerator.num_processes,
+            )
         self._meter = Meter()
         self._metrics: dict[str, float] = {}
         self._terms: tuple[str, ...] = ()
+
+    def _answers(self, rows: Rows | None) -> Collector:
+        if rows is None:
+            raise ValueError("there is nothing to learn from: give rows, or a collector")
+        return Answers(
+            self.options,
+            policy=self.policy,
+            engine=self.engine,
+            reward=self.reward,
+            rows=rows,
+            timer=self.timer,
+            rank=self.updater.accelerator.process_index,
+            ranks=self.updater.accelerator.num_processes,
+            all_sum=self.updater.all_sum,
+        )
 
     # -- rolling out ---------------------------------------------------------------------------------------------
 
@@ -101,7 +120,8 @@ class RLLearner:
         """Sample and score the next answers, and make them a batch that is ready to train."""
         found = self.collector.collect(step)
         with self.timer.phase("score"):
-            batch, kl, algorithm = self._prepare(found)
+            totals = [s.total for s in found.scored]
+            batch, kl, algorithm = self._prepare(found.trajectories, totals, baselines=found.baselines)
         rollout = Rollout(
             step=step,
             trajectories=found.trajectories,
@@ -115,6 +135,9 @@ class RLLearner:
             seed=found.seed,
             algorithm=algorithm,
         )
+        if self.replay is not None:
+            with self.timer.phase("replay"):
+                rollout = self.replay.mix(rollout, version=self.engine.version)
         self._meter = Meter()
         measure_rollout(self._meter, rollout, rule=self.rule)
         if found.drawn is not None:
@@ -123,47 +146,71 @@ class RLLearner:
             watch.rolled_out(rollout)
         return rollout
 
-    def _prepare(self, found: Collected) -> tuple[Batch, Tensor | None, Algorithm]:
+    def _prepare_replayed(self, trajectories: Sequence[Trajectory], totals: Sequence[float | None]) -> Batch:
+        """The same for answers of earlier steps. There is no KL to the reference: they are not samples of the policy."""
+        o = self.options.replay
+        needed = o.decoupled or o.weights != "none" or o.mode == "observe"
+        return self._prepare(trajectories, totals, old_source="recompute" if needed else "behaviour", fresh=False)[0]
+
+    def _prepare(
+        self,
+        trajectories: Sequence[Trajectory],
+        totals: Sequence[float | None],
+        *,
+        baselines: Sequence[float | None] | None = None,
+        old_source: str | None = None,
+        fresh: bool = True,
+    ) -> tuple[Batch, Tensor | None, Algorithm]:
         """Scores -> verdicts -> log-probs and values -> rewards -> advantages."""
-        o = self.options.algorithm
-        batch = collate(found.trajectories)
-        finish = [t.finish for t in found.trajectories]
+        o, old_source = self.options.algorithm, old_source or self.options.old_source
+        batch = collate(trajectories)
+        finish = [t.finish for t in trajectories]
         cut_off = torch.tensor([f.truncated for f in finish])
         aborted = torch.tensor([f is Finish.ABORT for f in finish])
-        totals = [s.total for s in found.scored]
         scores = self._shaped_scores(batch, totals, stopped=torch.tensor([f is Finish.STOP for f in finish]))
         scores = torch.where(aborted, torch.nan, scores)
-        if found.baselines is not None:  # without its baseline an answer has nothing to be compared with
-            baselines = _or_nan(found.baselines)
-            batch = dataclasses.replace(batch, baselines=baselines)
-            scores = torch.where(baselines.isnan(), torch.nan, scores)
+        if baselines is not None:  # without its baseline an answer has nothing to be compared with
+            batch = dataclasses.replace(batch, baselines=_or_nan(baselines))
+            scores = torch.where(_or_nan(baselines).isnan(), torch.nan, scores)
         include = ~scores.isnan()
+        eligible = self.rule.eligible(batch.roles)
+        unknown = torch.zeros_like(eligible)
+        if not self.options.sampled_now or not fresh or old_source == "behaviour":
+            # The ratio is to what was recorded: where that is missing or not finite there is none.
+            batch, unknown = _recorded(batch, eligible)
+        drop_flat = o.drop_flat or (fresh and self.options.replay.replace_flat)
         verdicts = self.rule.verdicts(
             batch.roles,
-            bad_record=aborted,
+            bad_record=aborted[:, None] | unknown,
             reward_failed=~include,
             truncated=cut_off if o.drop_truncated else None,
-            flat_group=flat_groups(scores, batch.groups, include=include) if o.drop_flat else None,
+            flat_group=flat_groups(scores, batch.groups, include=include) if drop_flat else None,
         )
         batch = dataclasses.replace(batch, scores=scores, verdicts=verdicts)
 
-        eligible, exact = self.rule.eligible(batch.roles), None
-        if o.old_source == "behaviour":
+        if old_source == "behaviour":
             batch = dataclasses.replace(batch, old_logprobs=batch.behaviour_logprobs)
-        against = self._against
-        if o.old_source == "recompute" or self.module.has_values or against is not None:
+        against, exact = self._against if fresh else None, None
+        if old_source == "recompute" or self.module.has_values or against is not None:
             old = self._score(self.updater.module, batch, eligible, against=against)
             batch, exact = dataclasses.replace(batch, values=old.values), old.kl
-            if o.old_source == "recompute":
+            if old_source == "recompute":
                 batch = dataclasses.replace(batch, old_logprobs=old.logprobs)
+        if not self.options.sampled_now and self.options.replay.weights != "none":
+            weights = start_weights(self.options.replay, batch, inside_only=False)
+            batch = dataclasses.replace(batch, weights=weights)
         kl = None
-        if self.reference is not None:
+        if self.reference is not None and fresh:
             with self.reference.module() as frozen:
                 batch = dataclasses.replace(batch, ref_logprobs=self._score(frozen, batch, eligible).logprobs)
             now = batch.old_logprobs if batch.old_logprobs is not None else batch.behaviour_logprobs
             assert now is not None
             assert batch.ref_logprobs is not None
-            kl = exact if exact is not None else kl_estimate(now, batch.ref_logprobs, eligible, kind=o.kl_kind)
+            known = eligible & ~unknown
+            if exact is not None:
+                kl = torch.where(known, exact, 0)
+            else:
+                kl = kl_estimate(now, batch.ref_logprobs, known, kind=o.kl_kind)
         in_reward = kl if o.kl_in == "reward" else None
         placed = torch.where(include, scores, 0)
         batch = dataclasses.replace(
@@ -181,7 +228,7 @@ class RLLearner:
         )
         made = algorithm_of(o, knobs)
         algorithm = Algorithm(advantage=self._own_advantage or made.advantage, loss=self._own_loss or made.loss)
-        return _with_advantages(batch, algorithm.advantage(batch)), kl, algorithm
+        return with_advantages(batch, algorithm.advantage(batch)), kl, algorithm
 
     def _shaped_scores(self, batch: Batch, totals: Sequence[float | None], *, stopped: Tensor) -> Tensor:
         """[batch] scores with the recipe's clipping and penalties; NaN where the reward failed."""
@@ -202,7 +249,7 @@ class RLLearner:
 
     def update(self, rollout: Rollout) -> list[MiniStep]:
         """Several passes over the rollout, each in several optimiser steps; then the engine gets the weights."""
-        o, batch = self.options.algorithm, rollout.batch
+        o, batch = self.options.algorithm, rollout.training
         set_lr(self.updater.optimizer, lr_factor(rollout.step, steps=self.options.steps, options=self.options.optim))
         steps: list[MiniStep] = []
         for epoch in range(o.epochs):
@@ -218,8 +265,10 @@ class RLLearner:
                 steps.append(MiniStep(epoch=epoch, minibatch=i, rows=rows, batch=part, result=result))
         with self.timer.phase("sync"):
             self.engine.load(engine_weights(self.policy), self.engine.version + 1)
-        self._measure(steps)
+        self._measure(rollout, steps)
         self._move_knobs(rollout)
+        if self.replay is not None:
+            self.replay.remember(rollout)
         for watch in self.watches:
             watch.updated(rollout, steps)
             self._metrics |= getattr(watch, "metrics", dict)()
@@ -252,12 +301,14 @@ class RLLearner:
         if o.reference_every is not None and self.reference is not None and (rollout.step + 1) % o.reference_every == 0:
             self.reference.refresh()
 
-    def _measure(self, steps: Sequence[MiniStep]) -> None:
+    def _measure(self, rollout: Rollout, steps: Sequence[MiniStep]) -> None:
         o = self.options.algorithm
-        measure_update(self._meter, steps, o)
+        measure_update(self._meter, steps, o, recomputed=self.options.old_source == "recompute")
+        if rollout.replay is not None:
+            measure_replay(self._meter, rollout, steps, self.options.replay)
         made = [s.result for s in steps if s.result.terms]  # an optimiser step in which nothing trained has no terms
         self._terms = tuple(made[0].terms) if made else ()
-        found = self._meter.result(self.updater.all_sum, self.updater.all_max)
+        found = finish_replay(self._meter.result(self.updater.all_sum, self.updater.all_max))
         for name in self._terms:
             found[f"loss/{name}"] = sum(result.terms[name] for result in made) / len(made)
         count = max(1, len(made))
@@ -290,6 +341,7 @@ class RLLearner:
             "baseline": dataclasses.asdict(self.baseline),
             "policy_version": self.engine.version,
             "reference": self.reference.weights if refreshed and self.reference is not None else None,
+            "replay": None if self.replay is None else self.replay.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -303,6 +355,8 @@ class RLLearner:
         self.baseline = EMABaseline(**state["baseline"])
         if self.reference is not None and state["reference"] is not None:
             self.reference.load(state["reference"])
+        if self.replay is not None:
+            self.replay.load_state_dict(state.get("replay"))
         self.engine.load(engine_weights(self.policy), state["policy_version"])
 
     # -- pieces --------------------------------------------------------------------------------------------------
@@ -325,6 +379,7 @@ class RLLearner:
             token_budget=self.options.optim.token_budget,
             device=self.updater.accelerator.device,
             against=against,
+            timer=self.timer,
         )
 
     def _values_behind(self, batch: Batch, cut_off: Tensor) -> Tensor:
@@ -351,9 +406,9 @@ def _or_nan(scores: Sequence[float | None]) -> Tensor:
     return torch.tensor([float("nan") if score is None else score for score in scores])
 
 
-def _with_advantages(batch: Batch, made: Tensor | tuple[Tensor, Tensor]) -> Batch:
-    """Write advantages (one per sequence are spread over its positions) and, with a critic, returns into the batch."""
-    advantages, returns = made if isinstance(made, tuple) else (made, None)
-    if advantages.dim() == 1:
-        advantages = torch.where(trained(batch), advantages[:, None], 0)
-    return dataclasses.replace(batch, advantages=advantages, returns=returns)
+def _recorded(batch: Batch, eligible: Tensor) -> tuple[Batch, Tensor]:
+    """The batch with behaviour log-probs in it, and where they are missing or not finite."""
+    held = batch.behaviour_logprobs
+    if held is None:
+        held = torch.full(batch.ids.shape, torch.nan)
+    return dataclasses.replace(batch, behaviour_logprobs=held), eligible & ~held.isfinite()

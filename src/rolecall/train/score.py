@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from rolecall.experience.batches import lengths_of, micro_batches
-from rolecall.policy.model import Against, Outputs
+from rolecall.policy.model import Against, Outputs, shares_prefixes
+from rolecall.train.timing import Timer
 from rolecall.types import Batch
 
 
@@ -17,11 +18,15 @@ def score(
     temperature: float,
     token_budget: int,
     device: torch.device | str = "cpu",
+    timer: Timer | None = None,
     against: Against | None = None,
 ) -> Outputs:
     """What a `PolicyModel` says about the wanted positions, [batch, time]; 0 elsewhere. With `against`, the exact KL."""
     found: dict[str, Tensor] = {}
-    for rows in micro_batches(lengths_of(batch), token_budget=token_budget):
+    plain = getattr(module, "module", module)  # inside DDP
+    groups = batch.groups if shares_prefixes(plain) else None
+    parts = micro_batches(lengths_of(batch), token_budget=token_budget, groups=groups)
+    for done, rows in enumerate(parts, start=1):
         part = batch.rows(rows)
         time = max(2, int(lengths_of(part).max()))
         part = part.trimmed(time)
@@ -29,4 +34,6 @@ def score(
         for name, tensor in zip(Outputs._fields, out, strict=True):
             if tensor is not None:
                 found.setdefault(name, torch.zeros(batch.ids.shape))[rows, :time] = tensor.float().cpu()
+        if timer is not None:
+            timer.advance(done, len(parts), "micro-batches")
     return Outputs(found["logprobs"], found["entropy"], found.get("values"), found.get("kl"))
