@@ -59,7 +59,7 @@ def read(path: Path) -> Curve:
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     total, seconds = 0.0, []
     for line in (path / "timing.jsonl").read_text().splitlines():
-        total += json.loads(line)["step"]
+        total += json.loads(line)["step_time"]
         seconds.append(total)
     return Curve(
         path=path,

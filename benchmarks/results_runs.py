@@ -24,8 +24,8 @@ REWARD = "rolecall.tasks.scoring:task"
 DEMONSTRATIONS = 4000
 HELD_OUT = 400
 """Held-out problems that every model is asked, greedily."""
-STEPS = 80
-LR = 2e-4
+STEPS = 40
+LR = 1e-4
 ANSWERS = 256
 """Answers per step, however they are split into prompts and samples."""
 ROOM = {"max_new_tokens": 8}
@@ -114,7 +114,7 @@ def reinforce(place: Place, name: str, seed: int, *, folder: str, preset: str, *
         "samples": 1 if single else 8,
         "sampling": ROOM,
         "optim": {"lr": LR, "critic_lr": 1e-3 if preset == "alpacafarm-ppo" else None, "warmup_steps": 5},
-        "eval": place.evaluation(10),
+        "eval": place.evaluation(5),
         "save": {"every": 20, "rollouts": 1, "updates": 1},
         "seed": seed,
     }

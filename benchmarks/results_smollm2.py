@@ -113,7 +113,7 @@ def survey(place: Place, seed: int) -> dict[str, float]:
     return held
 
 
-def learn(place: Place, seed: int, *, steps: int = 60) -> None:
+def learn(place: Place, seed: int, *, steps: int = 120) -> None:
     """The survey, then RL from the chosen task's SFT."""
     survey(place, seed)
     path = place.at("smollm2", f"rl-seed-{seed}")
@@ -132,7 +132,7 @@ def learn(place: Place, seed: int, *, steps: int = 60) -> None:
             prompts=8,
             samples=8,
             sampling=ROOM,
-            optim={"lr": 1e-5, "warmup_steps": 3, "token_budget": 2048},
+            optim={"lr": 2e-5, "warmup_steps": 3, "token_budget": 2048},
             eval={"every": 15, "rows": 100, "held_out": 0.06},
             save={"every": 10, "rollouts": 1, "updates": 1},
             seed=seed,
