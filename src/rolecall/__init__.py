@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rolecall.jobs.audit import audit as audit
     from rolecall.jobs.demo import demo as demo
     from rolecall.jobs.eval import eval as eval
     from rolecall.jobs.generate import generate as generate
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_JOBS = ("demo", "eval", "generate", "report", "rl", "rm", "sft")
+_JOBS = ("audit", "demo", "eval", "generate", "report", "rl", "rm", "sft")
 """Functions of `rolecall.jobs`, a module each, that are imported (and torch with them) when first asked for."""
 
 

@@ -50,6 +50,13 @@ COMMANDS = (
         plan="rolecall.config.rl:plan",
     ),
     Command(
+        name="audit",
+        about="look before training: model, template, rows and reward",
+        options="rolecall.config.audit:AuditOptions",
+        run="rolecall.cli.audit:run",
+        plan="rolecall.config.rl:plan",
+    ),
+    Command(
         name="eval",
         about="how good a model is on held-out rows",
         options="rolecall.config.eval:EvalOptions",
