@@ -34,7 +34,8 @@ TASKS = (
 CHOSEN = TASKS[0]
 SHOWN = 300
 FASTER: dict[str, Any] = {"mixed_precision": "bf16"}
-"""Training in mixed precision: about 1.7 times as fast on this kind of machine."""
+"""SFT in mixed precision: about 1.7 times as fast on this kind of machine. RL is in float32: the policy that is trained
+and the one that the engine samples from would lie further apart than a run tolerates."""
 ROOM = {"max_new_tokens": 10}
 
 
@@ -125,14 +126,13 @@ def learn(place: Place, seed: int, *, steps: int = 120) -> None:
         lambda resume: rolecall.rl(
             preset="grpo",
             model=start,
-            policy=FASTER,
             rows=train,
             reward=REWARD,
             steps=steps,
             prompts=8,
             samples=8,
             sampling=ROOM,
-            optim={"lr": 2e-5, "warmup_steps": 3, "token_budget": 2048},
+            optim={"lr": 1e-5, "warmup_steps": 3, "token_budget": 2048},
             eval={"every": 15, "rows": 100, "held_out": 0.06},
             save={"every": 10, "rollouts": 1, "updates": 1},
             seed=seed,
