@@ -50,6 +50,13 @@ COMMANDS = (
         plan="rolecall.config.rl:plan",
     ),
     Command(
+        name="audit",
+        about="look before training: model, template, rows and reward",
+        options="rolecall.config.audit:AuditOptions",
+        run="rolecall.cli.audit:run",
+        plan="rolecall.config.rl:plan",
+    ),
+    Command(
         name="rescore",
         about="another reward for the answers a run has stored",
         options="rolecall.config.rescore:RescoreOptions",
@@ -66,6 +73,12 @@ COMMANDS = (
         about="answers from a model, whole or token by token",
         options="rolecall.config.generate:GenerateOptions",
         run="rolecall.cli.generate:run",
+    ),
+    Command(
+        name="report",
+        about="a page to look at a run: curves, and answers token by token",
+        options="rolecall.config.report:ReportOptions",
+        run="rolecall.cli.report:run",
     ),
     Command(
         name="env",

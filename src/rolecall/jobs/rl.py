@@ -24,6 +24,7 @@ from rolecall.policy.heads import Critic, RewardModel, ScalarHead
 from rolecall.policy.load import LoadedModel, load
 from rolecall.policy.lora import add_adapter, has_adapter, merged
 from rolecall.policy.model import PolicyModel
+from rolecall.policy.token_text import token_bytes
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.guard import Guard
 from rolecall.recipes.records import Records
@@ -163,7 +164,8 @@ def _build(
     )
 
     def record(run: RunDir) -> None:
-        learner.watches.append(Records(run, options, model=engine.hash, tokenizer=fingerprint(policy)))
+        spell = partial(token_bytes, policy.tokenizer)
+        learner.watches.append(Records(run, options, model=engine.hash, tokenizer=fingerprint(policy), pieces=spell))
 
     evaluate = None
     if test is not None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rolecall.experience.batches import lengths_of, micro_batches
 from rolecall.maths.reduce import denominator_of, position_weights
 from rolecall.maths.roles import Verdict
-from rolecall.policy.model import Outputs
+from rolecall.policy.model import Outputs, shares_prefixes
 from rolecall.train.timing import Timer
 from rolecall.types import Batch
 
@@ -94,7 +94,11 @@ class Updater:
         if not int(self._over_ranks(trained(batch).sum(), "sum")):
             return self._nothing(batch)
         tally = _Tally(batch, *self._denominators(batch, loss), record=record)
-        parts = micro_batches(lengths_of(batch), token_budget=self.token_budget)
+        parts = micro_batches(
+            lengths_of(batch),
+            token_budget=self.token_budget,
+            groups=batch.groups if shares_prefixes(self.accelerator.unwrap_model(self.module)) else None,
+        )
         total: dict[str, float] = {}
 
         def is_finite() -> bool:
