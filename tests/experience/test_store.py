@@ -200,7 +200,7 @@ def test_every_field_of_the_records_has_a_column():
     columns = set(ROLLOUTS.schema.names)
     assert {f.name for f in fields(Trajectory)} <= columns
     assert {f.name for f in fields(RolloutDetails)} <= columns
-    renamed = {"groups": "group", "policy_versions": "policy_version", "scores": "score"}
+    renamed = {"groups": "group", "policy_versions": "policy_version", "scores": "score", "episodes": "episode"}
     assert {renamed.get(f.name, f.name) for f in fields(Batch)} <= columns
     assert {f.name for f in fields(Sampling)} == {f.name for f in ROLLOUTS.schema.field("sampling").type}
 
@@ -228,7 +228,7 @@ def test_a_plain_reader_sees_lists_cut_to_length_and_null_for_nan(tmp_path):
     assert second["reward_failure"] == "no answer in the box"
     metadata = pq.read_schema(tmp_path / "rollouts.parquet").metadata
     assert metadata[b"rolecall.schema"] == b"rollouts"
-    assert metadata[b"rolecall.schema_version"] == b"1"
+    assert metadata[b"rolecall.schema_version"] == b"2"
     assert metadata[b"rolecall.model"] == b"m-1"
 
 
@@ -314,7 +314,7 @@ def test_a_file_from_the_future_is_refused_with_both_versions(tmp_path):
     write_two(path)
     with_facts(path, schema_version="7", version="9.9.9")
     with pytest.raises(
-        StoreError, match=rf"version 7, written by rolecall 9\.9\.9; .*{rolecall.__version__}.*version 1"
+        StoreError, match=rf"version 7, written by rolecall 9\.9\.9; .*{rolecall.__version__}.*version 2"
     ):
         read_rollouts(path)
 
