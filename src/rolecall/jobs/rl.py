@@ -14,18 +14,30 @@ from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
+from rolecall.jobs.agents import (
+    EnvSource,
+    check_episodes,
+    env_label,
+    env_source,
+    episode_rows,
+    open_arena,
+    open_envs,
+)
 from rolecall.jobs.data import check_prompts, label, open_reward, prompt_rows
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, model_directory
 from rolecall.policy.heads import Critic, RewardModel, ScalarHead
 from rolecall.policy.load import LoadedModel, load
 from rolecall.policy.lora import add_adapter, has_adapter, merged
 from rolecall.policy.model import PolicyModel
+from rolecall.recipes.episodes import Arena, EnvOnly, EpisodeEvaluator, Episodes
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.guard import Guard
 from rolecall.recipes.records import Records
 from rolecall.recipes.rl import RLLearner
+from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine, warn_if_support_is_cut
 from rolecall.rollout.open import open_engine
+from rolecall.tasks.rows import Rows
 from rolecall.train.optim import make_optimizer
 from rolecall.train.progress import Progress
 from rolecall.train.reference import Reference
@@ -38,6 +50,7 @@ def rl(
     *,
     preset: str = "grpo",
     rows: str | Sequence[Mapping[str, Any]] | None = None,
+    env: EnvSource | None = None,
     reward: Any = None,
     advantage: Callable[..., Any] | None = None,
     loss: Callable[..., Any] | None = None,
@@ -46,14 +59,16 @@ def rl(
 ) -> Run:
     """Train with RL: `rl(model="tiny", rows="data.jsonl", reward=my_reward, preset="grpo", steps=50)`.
 
-    `rows` may be a list of dicts, `reward` a function or a list of them; `advantage(batch)` and `loss(outputs, batch)`
-    replace the preset's own. All other settings are those of `rolecall rl`, nested or dotted.
+    `rows` may be a list of dicts, `reward` a function or a list of them, `env` a class of environments to play episodes
+    of several turns in; `advantage(batch)` and `loss(outputs, batch)` replace the preset's own. All other settings are those of `rolecall rl`, nested or dotted.
     """
     if preset not in RLOptions.presets:
         raise UserError(f"unknown preset {preset!r}; choose one of {', '.join(RLOptions.presets)}")
     given = dict(settings)
     if isinstance(rows, str):
         given["rows"] = rows
+    if isinstance(env, str):
+        given["env"] = env
     rewards = [] if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
     if rewards and all(isinstance(source, str) for source in rewards):
         given["reward"] = tuple(rewards)
@@ -64,6 +79,7 @@ def rl(
     return run(
         options,
         rows=None if rows is None or isinstance(rows, str) else rows,
+        env=None if isinstance(env, str) else env,
         rewards=rewards or None,
         advantage=advantage,
         loss=loss,
@@ -75,17 +91,20 @@ def run(
     options: RLOptions,
     *,
     rows: Sequence[Mapping[str, Any]] | None = None,
+    env: EnvSource | None = None,
     rewards: Sequence[Any] | None = None,
     advantage: Callable[..., Any] | None = None,
     loss: Callable[..., Any] | None = None,
     progress: Progress | None = None,
 ) -> Run:
-    """Run from options; rows and rewards that are objects take the place of the named ones."""
+    """Run from options; rows, environments and rewards that are objects take the place of the named ones."""
+    if env is not None:
+        options = replace(options, env=env_label(env))
     if rows is not None:
         options = replace(options, rows=label(rows))
     if rewards is not None:
         options = replace(options, reward=tuple(r if isinstance(r, str) else label([r]) for r in rewards))
-    build = partial(_build, rows=rows, rewards=rewards, advantage=advantage, loss=loss)
+    build = partial(_build, rows=rows, env=env, rewards=rewards, advantage=advantage, loss=loss)
     return execute("rl", options, build, progress=progress)
 
 
@@ -96,22 +115,33 @@ def _build(
     stack: ExitStack,
     *,
     rows: Sequence[Mapping[str, Any]] | None,
+    env: EnvSource | None,
     rewards: Sequence[Any] | None,
     advantage: Callable[..., Any] | None,
     loss: Callable[..., Any] | None,
 ) -> Built:
-    train, test, task_reward = prompt_rows(options.rows if rows is None else rows, options.eval, seed=options.seed)
-    reward = open_reward(
-        rewards or options.reward,
-        task_reward,
-        stack,
-        weights=options.reward_weights,
-        deadline_s=options.reward_deadline,
-        columns=train.columns,
-    )
+    given = options.rows if rows is None else rows
+    played = env_source(options.env if env is None else env, given)
+    task_reward = None
+    if played is not None:
+        check_episodes(options)
+        train, test = episode_rows(played, given, options.eval, n=20_000, seed=options.seed)
+    else:
+        train, test, task_reward = prompt_rows(given or "addition", options.eval, seed=options.seed)
+    reward: Reward = EnvOnly()
+    if played is None or rewards or options.reward:
+        reward = open_reward(
+            rewards or options.reward,
+            task_reward,
+            stack,
+            weights=options.reward_weights,
+            deadline_s=options.reward_deadline,
+            columns=train.columns,
+        )
+    envs = None if played is None else open_envs(played, options.agent, stack)
     policy = open_policy(options.model, options)
     for some in (train, test):
-        if some is not None:
+        if some is not None and played is None:
             check_prompts(some, policy, options.chat)
     module = _module(policy, options)
     optimizer = make_optimizer(module, options.optim)
@@ -129,6 +159,9 @@ def _build(
         options, policy=policy, updater=updater, engine=engine, engine_dtype=_dtype(options) or policy.model.dtype
     )
     warn_if_support_is_cut(options.sampling)
+    arena = None
+    if envs is not None:
+        arena = open_arena(envs, options.agent, policy=policy, engine=engine, reward=reward, chat=options.chat)
     learner = RLLearner(
         options,
         policy=policy,
@@ -142,24 +175,23 @@ def _build(
         timer=timer,
         advantage=advantage,
         loss=loss,
+        collector=None if arena is None else _episodes(options, arena, train, timer, accelerator),
     )
 
     def record(run: RunDir) -> None:
         learner.watches.append(Records(run, options, model=engine.hash, tokenizer=fingerprint(policy)))
 
-    evaluate = None
-    if test is not None:
-        evaluate = Evaluator(
-            policy=policy,
-            engine=engine,
-            reward=reward,
-            rows=test,
-            sampling=options.sampling,
-            chat=options.chat,
-            samples=options.eval.samples,
-            seed=options.seed,
-            reference=reference,
-        )
+    evaluate: Evaluator | EpisodeEvaluator | None = None
+    how: dict[str, Any] = {
+        "sampling": options.sampling,
+        "samples": options.eval.samples,
+        "seed": options.seed,
+        "reference": reference,
+    }
+    if test is not None and arena is not None:
+        evaluate = EpisodeEvaluator(arena, rows=test, **how)
+    elif test is not None:
+        evaluate = Evaluator(policy=policy, engine=engine, reward=reward, rows=test, chat=options.chat, **how)
     return build_policy(
         learner,
         loop_options(options, main="reward"),
@@ -169,6 +201,11 @@ def _build(
         evaluate=evaluate,
         watch_run=record,
     )
+
+
+def _episodes(options: RLOptions, arena: Arena, rows: Rows, timer: Timer, accelerator: Accelerator) -> Episodes:
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    return Episodes(options, arena, rows=rows, timer=timer, rank=rank, ranks=ranks)
 
 
 def open_policy(name: str, options: Any) -> LoadedModel:
