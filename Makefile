@@ -46,6 +46,7 @@ demo: $(STAMPS)/dev  ## SFT, a reward model, PPO and GRPO on the built-in model
 	$(BIN)/rolecall demo
 
 bench: $(STAMPS)/dev  ## the benchmarks, each with its ratio
+	$(BIN)/python benchmarks/front_door.py
 	$(BIN)/python benchmarks/gae.py
 	$(BIN)/python benchmarks/logprobs.py
 	$(BIN)/python benchmarks/generate.py

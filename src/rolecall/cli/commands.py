@@ -33,12 +33,14 @@ COMMANDS = (
         about="supervised fine-tuning on demonstrations",
         options="rolecall.config.sft:SFTOptions",
         run="rolecall.cli.train:sft",
+        plan="rolecall.config.sft:plan",
     ),
     Command(
         name="rm",
         about="a reward model from preferences",
         options="rolecall.config.rm:RMOptions",
         run="rolecall.cli.train:rm",
+        plan="rolecall.config.rm:plan",
     ),
     Command(
         name="rl",
@@ -58,6 +60,12 @@ COMMANDS = (
         about="answers from a model, whole or token by token",
         options="rolecall.config.generate:GenerateOptions",
         run="rolecall.cli.generate:run",
+    ),
+    Command(
+        name="play",
+        about="episodes of several turns, as a conversation or token by token",
+        options="rolecall.config.play:PlayOptions",
+        run="rolecall.cli.play:run",
     ),
     Command(
         name="env",

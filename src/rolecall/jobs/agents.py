@@ -18,6 +18,7 @@ from rolecall.tasks.agent_tasks import AGENT_TASKS
 from rolecall.tasks.env_names import check_name, is_task
 from rolecall.tasks.names import find_agent_task, resolve
 from rolecall.tasks.rows import ListRows, Rows, split
+from rolecall.train.timing import Timer
 
 EnvSource = str | Callable[[], Any]
 
@@ -64,7 +65,14 @@ def open_envs(env: EnvSource, options: AgentOptions, stack: ExitStack) -> Envs:
 
 
 def open_arena(
-    envs: Envs, options: AgentOptions, *, policy: LoadedModel, engine: Engine, reward: Reward, chat: ChatOptions
+    envs: Envs,
+    options: AgentOptions,
+    *,
+    policy: LoadedModel,
+    engine: Engine,
+    reward: Reward,
+    chat: ChatOptions,
+    timer: Timer | None = None,
 ) -> Arena:
     """Everything an episode needs. The reward is added to what the environment gives."""
     if not policy.has_chat_template:
@@ -73,7 +81,7 @@ def open_arena(
         raise UserError(
             f"agent.context_tokens is {options.context_tokens} but the model's context is {policy.context_length}"
         )
-    return Arena(policy=policy, engine=engine, envs=envs, reward=reward, options=options, chat=chat)
+    return Arena(policy=policy, engine=engine, envs=envs, reward=reward, options=options, chat=chat, timer=timer)
 
 
 def check_episodes(options: RLOptions) -> None:

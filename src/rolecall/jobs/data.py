@@ -16,6 +16,7 @@ from rolecall.tasks.builtin import demonstrations
 from rolecall.tasks.kinds import Record, kind_of, record
 from rolecall.tasks.names import resolve
 from rolecall.tasks.rows import ListRows, RowError, Rows, place_of, split
+from rolecall.train.timing import Timer
 from rolecall.types import Sampling, Trajectory
 
 RowsSource = str | Sequence[Mapping[str, Any]]
@@ -71,6 +72,7 @@ def open_reward(
     weights: Sequence[float] | None,
     deadline_s: float,
     columns: Sequence[str] | None = None,
+    timer: Timer | None = None,
 ) -> Reward:
     """The reward: functions in worker processes, or a reward model's run or directory.
 
@@ -89,6 +91,8 @@ def open_reward(
         weight = 1.0 if weights is None else weights[0]
         return RewardModelReward.load(model_directory(chosen[0]), weight=weight)
     pool = stack.enter_context(RewardPool(list(chosen), weights=weights, deadline_s=deadline_s))
+    if timer is not None:
+        pool.advance = timer.advance
     if columns is not None:
         pool.check_columns(columns)
     return pool

@@ -15,7 +15,7 @@ from rolecall.jobs.eval import eval as evaluate
 from rolecall.jobs.generate import generate
 from rolecall.jobs.rl import rl
 from rolecall.jobs.rm import rm
-from rolecall.jobs.running import Run, model_directory
+from rolecall.jobs.running import Run, model_directory, next_free
 from rolecall.jobs.sft import sft
 from rolecall.recipes.evaluate import Evaluation
 from rolecall.tasks.builtin import demonstrations
@@ -159,8 +159,13 @@ def mistakes(model: str, *, seed: int) -> list[dict[str, Any]]:
 
 def _place(out: str | None) -> Path:
     if out is not None:
-        return Path(out).expanduser()
-    number = 1
-    while (Path("runs") / f"demo-{number}").exists():
-        number += 1
-    return Path("runs") / f"demo-{number}"
+        path = Path(out).expanduser()
+        if (path / "run.json").exists():
+            raise UserError(f"{out} is a run; the demo makes four runs inside a directory of its own: choose another")
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{out} is a file; the demo makes four runs inside a directory: choose another")
+        for name in ("sft", "reward-model", "ppo", "grpo"):
+            if (path / name).exists():
+                raise UserError(f"{path / name} is there already; choose another directory for the demo's four runs")
+        return path
+    return next_free("demo")

@@ -137,6 +137,7 @@ def _build(
             weights=options.reward_weights,
             deadline_s=options.reward_deadline,
             columns=train.columns,
+            timer=timer,
         )
     envs = None if played is None else open_envs(played, options.agent, stack)
     policy = open_policy(options.model, options)
@@ -153,6 +154,7 @@ def _build(
         optimizer,
         token_budget=options.optim.token_budget,
         max_grad_norm=options.optim.max_grad_norm,
+        timer=timer,
     )
     engine = sampler(policy, options)
     guard = Guard(
@@ -161,7 +163,9 @@ def _build(
     warn_if_support_is_cut(options.sampling)
     arena = None
     if envs is not None:
-        arena = open_arena(envs, options.agent, policy=policy, engine=engine, reward=reward, chat=options.chat)
+        arena = open_arena(
+            envs, options.agent, policy=policy, engine=engine, reward=reward, chat=options.chat, timer=timer
+        )
     learner = RLLearner(
         options,
         policy=policy,
@@ -175,7 +179,7 @@ def _build(
         timer=timer,
         advantage=advantage,
         loss=loss,
-        collector=None if arena is None else _episodes(options, arena, train, timer, accelerator),
+        collector=None if arena is None else _episodes(options, arena, train, accelerator),
     )
 
     def record(run: RunDir) -> None:
@@ -191,7 +195,9 @@ def _build(
     if test is not None and arena is not None:
         evaluate = EpisodeEvaluator(arena, rows=test, **how)
     elif test is not None:
-        evaluate = Evaluator(policy=policy, engine=engine, reward=reward, rows=test, chat=options.chat, **how)
+        evaluate = Evaluator(
+            policy=policy, engine=engine, reward=reward, rows=test, chat=options.chat, timer=timer, **how
+        )
     return build_policy(
         learner,
         loop_options(options, main="reward"),
@@ -203,9 +209,9 @@ def _build(
     )
 
 
-def _episodes(options: RLOptions, arena: Arena, rows: Rows, timer: Timer, accelerator: Accelerator) -> Episodes:
+def _episodes(options: RLOptions, arena: Arena, rows: Rows, accelerator: Accelerator) -> Episodes:
     rank, ranks = accelerator.process_index, accelerator.num_processes
-    return Episodes(options, arena, rows=rows, timer=timer, rank=rank, ranks=ranks)
+    return Episodes(options, arena, rows=rows, rank=rank, ranks=ranks)
 
 
 def open_policy(name: str, options: Any) -> LoadedModel:

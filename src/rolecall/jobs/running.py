@@ -141,16 +141,16 @@ def execute(command: str, options: Any, build: Build, *, progress: Progress | No
 
 def _execute(command: str, options: Any, build: Build, progress: Progress, accelerator: Accelerator, path: Path) -> Run:
     with ExitStack() as stack:
-        timer = Timer(on_phase=progress.phase)
+        timer = Timer(watcher=progress)
         # The directory is made, or an old run removed, only when rows, rewards and models have been found good.
         check_new(path.parent, path.name, resume=options.resume, overwrite=options.overwrite)
         built = build(options, accelerator, timer, stack)
+        config = configuration(options)
+        log = _trackers(accelerator, options, config, path)
         run = None
         if accelerator.is_main_process:
-            run = stack.enter_context(
-                RunDir(path.parent, path.name, resume=options.resume, overwrite=options.overwrite)
-            )
-        config = configuration(options)
+            run = stack.enter_context(_open(command, options, path))
+            path = run.path
         if run is not None:
             built.watch_run(run)
 
@@ -164,7 +164,7 @@ def _execute(command: str, options: Any, build: Build, progress: Progress, accel
             progress=progress,
             timer=timer,
             agree=lambda flag: _largest(accelerator, flag),
-            log=_trackers(accelerator, options, config, path),
+            log=log,
         )
         resumed = _resume(path, run, built, loop, config) if options.resume else None
         if run is not None:
@@ -231,12 +231,26 @@ def _accelerator(options: RunOptions) -> Accelerator:
 
 
 def _place(command: str, options: RunOptions) -> Path:
-    if options.out is not None:
-        return Path(options.out).expanduser()
+    return next_free(command) if options.out is None else Path(options.out).expanduser()
+
+
+def next_free(command: str) -> Path:
+    """runs/COMMAND-NUMBER with the first number that is not taken."""
     number = 1
     while (Path("runs") / f"{command}-{number}").exists():
         number += 1
     return Path("runs") / f"{command}-{number}"
+
+
+def _open(command: str, options: RunOptions, path: Path) -> RunDir:
+    """The run's directory. If its name is one of ours and another job took it in the meantime, the next free one."""
+    while True:
+        try:
+            return RunDir(path.parent, path.name, resume=options.resume, overwrite=options.overwrite)
+        except (RunDirError, LockedError):
+            if options.out is not None or not path.exists():
+                raise
+            path = next_free(command)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -320,5 +334,11 @@ def _trackers(
         return lambda metrics, step: None
     flat = {name: value for name, value, _ in checkpoint.differences(config, {})}
     plain = {name: value for name, value in flat.items() if isinstance(value, int | float | str | bool)}
-    accelerator.init_trackers(path.name, config=plain)
+    try:
+        accelerator.init_trackers(path.name, config=plain)
+    except Exception as error:  # a tracker's own: not logged in, no connection …
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"{' or '.join(options.save.trackers)} cannot start: {why}; or leave out save.trackers"
+        ) from error
     return lambda metrics, step: accelerator.log(dict(metrics), step=step)

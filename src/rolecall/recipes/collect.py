@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from rolecall.config.rl import RLOptions
 from rolecall.policy.load import LoadedModel
-from rolecall.recipes.sampling import answer_text, as_completion, prompt_request, trajectory_of
+from rolecall.recipes.sampling import answer_text, answered, as_completion, prompt_request, trajectory_of
 from rolecall.rewards.records import Reward, Sample, Scored
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
@@ -81,7 +81,7 @@ class Answers:
             for i, row in enumerate(rows)
         ]
         with self.timer.phase("generate"):
-            completions = self.engine.generate(requests)
+            completions = answered(self.engine, requests, self.timer)
         answers = [answer_text(self.policy, c) for c in completions]
         samples = [
             Sample(

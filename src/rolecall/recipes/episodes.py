@@ -71,6 +71,7 @@ class Arena:
         reward: Reward,
         options: AgentOptions,
         chat: ChatOptions,
+        timer: Timer | None = None,
     ) -> None:
         dialect = Dialect(
             tokenizer=policy.tokenizer,
@@ -82,7 +83,8 @@ class Arena:
         self.player = Player(
             engine=engine, envs=envs, dialect=dialect, options=options, context_length=policy.context_length
         )
-        self.timer = Timer()
+        self.timer = timer or Timer()
+        self.player.advance = self.timer.advance
 
     @property
     def players(self) -> tuple[str, ...]:
@@ -98,25 +100,27 @@ class Arena:
         seed: int,
         step: int,
         groups: Sequence[int],
-    ) -> tuple[list[Played], list[Side]]:
+    ) -> list[Played]:
         """Each row n times. `groups` numbers the rows; a row's episodes share the seed of their environment."""
         wanted = [
             Wanted(prompt=i, sample=k, row=row, seed=_env_seed(seed, step, group))
             for i, (row, group) in enumerate(zip(rows, groups, strict=True))
             for k in range(n)
         ]
-        with self.timer.phase("generate"):
-            episodes = self.player.play(wanted, sampling, seed=seed, step=step)
+        episodes = self.player.play(wanted, sampling, seed=seed, step=step)
         _report_failures(episodes)
+        return episodes
+
+    def score(self, episodes: Sequence[Played], *, step: int, groups: Sequence[int]) -> list[Side]:
+        """What each player who had a turn did, and its score."""
         found = [
             (episode, player, trajectories)
             for episode in episodes
             for player, trajectories in episode.trajectories(group=groups[episode.wanted.prompt]).items()
             if trajectories
         ]
-        with self.timer.phase("reward"):
-            scored = self._score([(episode, player) for episode, player, _ in found], step)
-        sides = [
+        scored = self._score([(episode, player) for episode, player, _ in found], step)
+        return [
             Side(
                 player=player,
                 episode=episode,
@@ -126,7 +130,6 @@ class Arena:
             )
             for (episode, player, trajectories), s in zip(found, scored, strict=True)
         ]
-        return episodes, sides
 
     def _score(self, sides: Sequence[tuple[Played, str]], step: int) -> list[Scored]:
         whole = [i for i, (episode, _) in enumerate(sides) if episode.finish is not Finish.ABORT]
@@ -154,13 +157,11 @@ class Episodes:
         arena: Arena,
         *,
         rows: Rows,
-        timer: Timer,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
         """Of every step's prompts, rank r of n takes each n-th, from the r-th on."""
         self.options, self.arena, self.rows, self.rank, self.ranks = options, arena, rows, rank, ranks
-        arena.timer = timer
         self.order = RowOrder(len(rows), seed=options.seed)
         self._metrics: dict[str, float] = {}
 
@@ -170,9 +171,11 @@ class Episodes:
         chosen = self.order.take(o.prompts)[self.rank :: self.ranks]
         groups = [step * o.prompts + i * self.ranks + self.rank for i in range(len(chosen))]
         seed = o.seed + self.rank * 2**32
-        episodes, sides = self.arena.play(
-            [self.rows[i] for i in chosen], o.sampling, n=o.samples, seed=seed, step=step, groups=groups
-        )
+        rows, timer = [self.rows[i] for i in chosen], self.arena.timer
+        with timer.phase("generate"):
+            episodes = self.arena.play(rows, o.sampling, n=o.samples, seed=seed, step=step, groups=groups)
+        with timer.phase("reward"):
+            sides = self.arena.score(episodes, step=step, groups=groups)
         if not sides:
             why = next((e.failure for e in episodes if e.failure), "no player had a turn")
             raise UserError(
@@ -265,11 +268,11 @@ class EpisodeEvaluator:
 
     def _play(self, sampling: Sampling, n: int) -> tuple[list[Played], list[Side]]:
         rows = [self.rows[i] for i in range(len(self.rows))]
-        found = self.arena.play(
-            rows, sampling, n=n, seed=self.seed, step=EVALUATION_STEP, groups=list(range(len(rows)))
-        )
+        step, groups = EVALUATION_STEP, list(range(len(rows)))
+        episodes = self.arena.play(rows, sampling, n=n, seed=self.seed, step=step, groups=groups)
+        sides = self.arena.score(episodes, step=step, groups=groups)
         self.arena.reward.take_metrics()  # so that what evaluations log and count is not mistaken for training's
-        return found
+        return episodes, sides
 
 
 def _env_seed(seed: int, step: int, group: int) -> int:

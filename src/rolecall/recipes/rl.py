@@ -318,6 +318,7 @@ class RLLearner:
             temperature=self.sampling.scoring_temperature,
             token_budget=self.options.optim.token_budget,
             device=self.updater.accelerator.device,
+            timer=self.timer,
         )
 
     def _values_behind(self, batch: Batch, cut_off: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from rolecall.experience.batches import lengths_of, micro_batches
 from rolecall.maths.reduce import denominator_of, position_weights, sequence_lengths
 from rolecall.maths.roles import Verdict
 from rolecall.policy.model import Outputs
+from rolecall.train.timing import Timer
 from rolecall.types import Batch
 
 
@@ -85,10 +86,12 @@ class Updater:
         *,
         token_budget: int,
         max_grad_norm: float | None,
+        timer: Timer | None = None,
     ) -> None:
         """`module` and `optimizer` come from `accelerator.prepare`; a micro-batch holds up to `token_budget` tokens."""
         self.accelerator, self.module, self.optimizer = accelerator, module, optimizer
         self.token_budget, self.max_grad_norm = token_budget, max_grad_norm
+        self.timer = timer or Timer()
 
     def step(self, batch: Batch, loss: Loss, *, temperature: float, record: bool = False) -> StepResult:
         """Forward and backward over all micro-batches, then one optimiser step if everything is finite."""
@@ -133,6 +136,7 @@ class Updater:
             context = nullcontext() if i == rounds - 1 else self.accelerator.no_sync(self.module)
             with context:
                 backward(rows)
+            self.timer.advance(i + 1, rounds, "micro-batches")
         loss_was_finite = loss_is_finite()
         grad_norm = float(self._clip())
         finite = loss_was_finite and math.isfinite(grad_norm)

@@ -97,6 +97,8 @@ class Player:
         tools = {} if not envs.tools else {"tools": list(envs.tools)}
         self.dialect = replace(dialect, template_kwargs={**tools, **dialect.template_kwargs})
         self.limit = min(context_length, options.context_tokens or context_length)
+        self.advance: Callable[[int, int, str], None] = lambda done, total, unit: None
+        """Told how many episodes have ended."""
 
     def play(self, wanted: Sequence[Wanted], sampling: Sampling, *, seed: int, step: int) -> list[Played]:
         """All of them to their ends, in the order given."""
@@ -128,6 +130,7 @@ class Player:
             said = {i: self._said(episodes[i], c) for i, c in zip(asked, completions, strict=True)}
             for i, reply in self.envs.step(said).items():
                 self._heard(episodes[i], reply)
+            self.advance(sum(e.finish is not None for e in episodes), len(episodes), "episodes")
         cut = [i for i, episode in enumerate(episodes) if episode.finish is not None and episode.finish.truncated]
         for i, reply in self.envs.end(cut).items():
             self._ended(episodes[i], reply)
