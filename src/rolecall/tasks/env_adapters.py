@@ -48,7 +48,9 @@ class GymEnv:
         if not isinstance(action, spaces.Discrete | spaces.Text):
             raise EnvError(f"gym:{name} takes actions of {action}; only Discrete and Text ones can be written")
         if isinstance(self._env.observation_space, spaces.Box) and self._env.render_mode != "ansi":
-            raise EnvError(f"gym:{name} shows {self._env.observation_space}, which is not text")
+            raise EnvError(
+                f"gym:{name} shows arrays of numbers, which are not text; wrap it in an environment of your own"
+            )
         self._discrete = isinstance(action, spaces.Discrete)
         self._first, self._count = int(getattr(action, "start", 0)), int(getattr(action, "n", 0))
 

@@ -73,8 +73,8 @@ def _parted(name: str) -> tuple[str, str]:
     if not colon or not module or not attribute:
         known = [*AGENT_TASKS, *BUILT_IN]
         near = get_close_matches(name, known, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)}"
-        raise EnvError(f"there is no environment {name!r}; {hint} Your own is named file.py:Class, Gymnasium's gym:ID")
+        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)};"
+        raise EnvError(f"there is no environment {name!r}; {hint} name your own file.py:Class, Gymnasium's gym:ID")
     if module.endswith(".py"):
         path = Path(module).expanduser().resolve()
         if not path.is_file():
