@@ -83,14 +83,14 @@ def test_the_calculator_calculates_and_scores_the_answer():
 
 
 def test_the_guessing_game_tells_where_to_go_and_ends():
-    task, row = find_agent_task("guessing"), {"prompt": [], "secret": 5}
+    task, row = find_agent_task("guessing:high=15,tries=4"), {"secret": 5}
     assert outcome(task, {**row, "prompt": "go"}, "8", "4", "x", "5") == [
         (["lower"], None, False), (["higher"], None, False), (["a number"], None, False), ([], 1.0, True)]  # fmt: skip
     assert outcome(task, {**row, "prompt": "go"}, "1", "1", "1", "1")[-1] == ([], 0.0, True)
 
 
 def test_halving_finds_every_number():
-    task = find_agent_task("guessing")
+    task = find_agent_task("guessing:high=15,tries=4")
     for secret in range(1, 16):
         env, low, high = task.env(), 1, 15
         first_reply(env, {"prompt": "go", "secret": secret}, 0)

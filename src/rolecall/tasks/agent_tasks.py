@@ -1,7 +1,7 @@
 """The built-in tasks of several turns, short enough for tiny byte-level models.
 
     calculator:digits=2           12*34  ->  <calc>12*34</calc>  ->  408  ->  408
-    guessing:high=15,tries=4      1 to 15  ->  8  ->  higher  ->  12  ->  right
+    guessing:high=7,tries=3       1 to 7  ->  4  ->  higher  ->  6  ->  lower  ->  5
     kuhn                          two players of Kuhn poker, in `tasks.kuhn`
 
 Each is both a task (rows, demonstrations to imitate) and the environment its episodes are played in.
@@ -100,9 +100,9 @@ class Guessing:
 
     kind: ClassVar[str] = "guessing"
     reward: ClassVar[None] = None
-    high: int = 15
+    high: int = 7
     """The numbers are 1 to this."""
-    tries: int = 4
+    tries: int = 3
     """How many guesses there are."""
 
     def __post_init__(self) -> None:
