@@ -224,6 +224,8 @@ class Batch:
     episodes: Tensor | None = None
     """[batch] int64: rows with the same number are the samples of one agent's episode, in order, and count as one
     sequence. None: every row is a sequence of its own."""
+    replayed: Tensor | None = None
+    """[batch] bool: rows of earlier steps that are trained on again; None: all are fresh."""
 
     def __post_init__(self) -> None:
         if self.ids.dim() != 2:
@@ -256,7 +258,7 @@ class Batch:
         return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors()})
 
 
-_PER_ROW = frozenset({"groups", "scores", "policy_versions", "episodes"})
+_PER_ROW = frozenset({"groups", "scores", "policy_versions", "episodes", "replayed"})
 
 
 def _check_lengths(what: str, length: int, **parts: tuple[object, ...] | None) -> None:

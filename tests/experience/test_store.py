@@ -175,6 +175,8 @@ def test_what_goes_in_comes_out(data, tmp_path_factory):
         computed["verdicts"] = (torch.arange(rows * (width + padding)).view(rows, -1) % 13).to(torch.uint8)
     batch = batch_of(trajectories, padding=padding, **computed)
     details = data.draw(st.lists(drawn_details, min_size=rows, max_size=rows))
+    if data.draw(st.booleans()):
+        details[0] = replace(details[0], pieces=tuple(data.draw(st.binary(max_size=3)) for _ in trajectories[0].ids))
     path = tmp_path_factory.mktemp("run") / "step-000003.parquet"
 
     write_rollouts(path, trajectories, batch, step=3, details=details, model="m", tokenizer="t")
@@ -201,7 +203,8 @@ def test_every_field_of_the_records_has_a_column():
     assert {f.name for f in fields(Trajectory)} <= columns
     assert {f.name for f in fields(RolloutDetails)} <= columns
     renamed = {"groups": "group", "policy_versions": "policy_version", "scores": "score", "episodes": "episode"}
-    assert {renamed.get(f.name, f.name) for f in fields(Batch)} <= columns
+    always_fresh = {"replayed"}  # a file holds what was sampled in its step
+    assert {renamed.get(f.name, f.name) for f in fields(Batch)} - always_fresh <= columns
     assert {f.name for f in fields(Sampling)} == {f.name for f in ROLLOUTS.schema.field("sampling").type}
 
 
@@ -221,7 +224,7 @@ def test_a_plain_reader_sees_lists_cut_to_length_and_null_for_nan(tmp_path):
     assert second["old_logprobs"] == [None, -1.0]
     assert (first["values"], second["values"]) == (None, None)
     assert first["turns"] == [{"start": 1, "end": 3}]
-    assert first["scores"] == [("right", 1.0), ("judge", None)]
+    assert first["scores"] == [{"part": "right", "score": 1.0}, {"part": "judge", "score": None}]
     assert (first["score"], second["score"]) == (1.0, None)
     assert (first["sampling"]["top_k"], first["sampling"]["stop_ids"], second["sampling"]) == (5, [2], None)
     assert (second["finish"], second["author"], second["step"]) == ("length", "demonstrator", 12)
@@ -288,6 +291,10 @@ def test_a_batch_too_narrow_and_a_missing_detail_are_refused(tmp_path):
         write_rollouts(tmp_path / "x", trajectories, batch.trimmed(2), details=details, **kept)
     with pytest.raises(ValueError, match="2 trajectories, 2 batch rows and 1 details"):
         write_rollouts(tmp_path / "x", trajectories, batch, details=details[:1], **kept)
+    with pytest.raises(ValueError, match="row 1 has 1 pieces but 2 ids"):
+        write_rollouts(
+            tmp_path / "x", trajectories, batch, details=[details[0], replace(details[1], pieces=(b"5",))], **kept
+        )
     with pytest.raises(ValueError, match="no trajectories"):
         write_rollouts(tmp_path / "x", [], batch, details=[], **kept)
 
@@ -319,16 +326,16 @@ def test_a_file_from_the_future_is_refused_with_both_versions(tmp_path):
         read_rollouts(path)
 
 
-def test_an_older_file_that_lacks_nullable_columns_loads_with_none(tmp_path):
+def test_a_file_that_lacks_nullable_columns_loads_with_none(tmp_path):
     path = tmp_path / "rollouts.parquet"
     write_two(path)
-    lacking = ["weights", "old_logprobs", "reward_failure", "sampling", "score"]
+    lacking = ["weights", "old_logprobs", "reward_failure", "sampling", "score", "pieces"]
     pq.write_table(pq.read_table(path).drop_columns(lacking), path)
-    with_facts(path, schema_version="0")
     back = read_rollouts(path)
     assert (back.batch.weights, back.batch.old_logprobs) == (None, None)
     assert [d.reward_failure for d in back.details] == [None, None]
     assert back.details[0].sampling is None
+    assert back.details[0].pieces is None
     assert back.trajectories[0].ids == (5, 6, 2)
 
 

@@ -41,8 +41,11 @@ KINDS: dict[str, dict[str, Any]] = {
         **COMMON, "samples": 4, "algorithm.minibatches": 2, "env": f"{Path(__file__).with_name('letters_env.py')}:Letters",
         "agent.when_full": "cut", "agent.context_tokens": 75, "agent.workers": 1,
     },
+    "replay": {
+        **COMMON, "samples": 4, "algorithm.minibatches": 2, "replay.share": 0.5, "replay.sampler": "random",
+        "replay.size": 8, "replay.max_uses": 2, "replay.max_staleness": 3, "replay.weights": "mask",
+    },
 }  # fmt: skip
-PRESETS = {"agents": "grpo"}
 ROWS = [{"prompt": f"{word}:"} for word in ("go", "on", "up", "at", "in")]
 
 
@@ -60,7 +63,7 @@ class Letters:
 
 
 def options(kind: str, out: Path, **more: Any) -> RLOptions:
-    preset = RLOptions.presets[PRESETS.get(kind, kind)]
+    preset = RLOptions.presets.get(kind, RLOptions.presets["grpo"])
     return resolve(RLOptions, [("preset", preset), ("test", {**KINDS[kind], "out": str(out), **more})]).options
 
 

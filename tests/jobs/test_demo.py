@@ -37,6 +37,9 @@ def test_the_demo_shows_its_runs_and_proposes_commands_that_work(small, tmp_path
     assert sorted(p.name for p in made.iterdir() if p.is_dir()) == ["grpo", "ppo", "reward-model", "sft"]
     assert "12 held-out sorting problems" in shown
     assert "answers before and after" in shown
+    assert "runs/demo-1/report.html" in shown
+    page = (made / "report.html").read_text(encoding="utf-8")
+    assert page.count("They agree") == 2, "PPO's and GRPO's contributions add up to their losses"
     proposed = [line.strip() for line in shown.splitlines() if line.strip().startswith("rolecall ")]
     assert len(proposed) == 3
     for line in proposed:

@@ -80,7 +80,9 @@ def test_the_record_of_a_run_says_who_wrote_what(finished):
 
 
 def test_eval_plays_the_environment_that_a_run_was_made_in(finished):
-    found = rolecall.eval(model=str(finished.path), reward=even, n=2, **{"sampling.max_new_tokens": 5, "agent.workers": 1})
+    found = rolecall.eval(
+        model=str(finished.path), reward=even, n=2, **{"sampling.max_new_tokens": 5, "agent.workers": 1}
+    )
     assert found.numbers["mean_turns"] >= 2
     assert found.answers[0].startswith("assistant:")
 

@@ -224,13 +224,13 @@ def test_a_reference_that_is_not_where_the_run_starts():
 
 def test_an_engine_that_scores_at_another_temperature():
     learner = learner_of()
-    whole = learner.engine.generate
+    whole = learner.engine.stream
 
     def tempered(requests):
         hot = [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, temperature=1.0)) for r in requests]
         return whole(hot)
 
-    learner.engine.generate = tempered
+    learner.engine.stream = tempered
     trip = tripped(learner)
     assert (trip.name, trip.step) == ("engine-mismatch", 1)
 

@@ -50,6 +50,19 @@ COMMANDS = (
         plan="rolecall.config.rl:plan",
     ),
     Command(
+        name="audit",
+        about="look before training: model, template, rows and reward",
+        options="rolecall.config.audit:AuditOptions",
+        run="rolecall.cli.audit:run",
+        plan="rolecall.config.rl:plan",
+    ),
+    Command(
+        name="rescore",
+        about="another reward for the answers a run has stored",
+        options="rolecall.config.rescore:RescoreOptions",
+        run="rolecall.cli.rescore:run",
+    ),
+    Command(
         name="eval",
         about="how good a model is on held-out rows",
         options="rolecall.config.eval:EvalOptions",
@@ -66,6 +79,12 @@ COMMANDS = (
         about="episodes of several turns, as a conversation or token by token",
         options="rolecall.config.play:PlayOptions",
         run="rolecall.cli.play:run",
+    ),
+    Command(
+        name="report",
+        about="a page to look at a run: curves, and answers token by token",
+        options="rolecall.config.report:ReportOptions",
+        run="rolecall.cli.report:run",
     ),
     Command(
         name="env",

@@ -4,11 +4,11 @@ import json
 from collections.abc import Iterator
 from math import isnan
 
-from rolecall.cli.visible import visible_text, visible_token
 from rolecall.config.play import PlayOptions
 from rolecall.jobs.play import Conversation
 from rolecall.jobs.play import run as play
 from rolecall.maths.roles import Role
+from rolecall.visible import visible_text, visible_token
 
 
 def run(options: PlayOptions) -> None:

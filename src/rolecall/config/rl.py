@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from rolecall.config.agents import AgentOptions
+from rolecall.config.experience import ReplayOptions
 from rolecall.config.parts import (
     ChatOptions,
     EngineOptions,
@@ -205,6 +206,9 @@ class RLOptions(RunOptions):
     """Answers per prompt."""
     sampling: Sampling = field(default_factory=Sampling)
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
+    replay: ReplayOptions = field(default_factory=ReplayOptions)
+    from_run: str | None = field(default=None, metadata={"flag": "from"})
+    """Train on the rollouts that this run left, in their order, without sampling: rows and rewards are not asked."""
     optim: OptimOptions = field(default_factory=OptimOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     eval: HeldOutOptions = field(default_factory=HeldOutOptions)
@@ -228,6 +232,42 @@ class RLOptions(RunOptions):
             )
         if self.algorithm.name == "grpo" and self.samples < 2:
             raise ValueError("grpo compares the answers to a prompt: samples must be at least 2")
+        self._check_replay()
+
+    def _check_replay(self) -> None:
+        o, replay = self.algorithm, self.replay
+        if self.from_run is not None:
+            if replay.on:
+                raise ValueError("with --from everything is replayed already: leave out replay.share and replace_flat")
+            if o.old_logprobs not in ("auto", self.old_source):
+                raise ValueError(
+                    f"with --from the ratio is to the policy that sampled, so algorithm.old_logprobs {o.old_logprobs} would "
+                    "leave out who that was; leave it auto, and set replay.weights for a correction by weights instead"
+                )
+            if o.name == "reinforce" and replay.weights == "none":
+                raise ValueError(
+                    "reinforce has no ratio to correct for who sampled: set replay.weights truncate, or use grpo"
+                )
+        elif replay.weights == "truncate" and not replay.decoupled:
+            raise ValueError(
+                "replay.weights truncate needs replay.decoupled: otherwise the ratio is the weight, and the clips bound it"
+            )
+        if replay.decoupled and self.old_source == "detach":
+            raise ValueError("replay.decoupled needs old log-probs: set algorithm.old_logprobs recompute")
+        if replay.normalise == "joint" and o.bootstrap_truncated:
+            raise ValueError("replay.normalise joint does not go with algorithm.bootstrap_truncated: use separate")
+
+    @property
+    def sampled_now(self) -> bool:
+        """Whether the fresh answers of a step are sampled from the policy, not read from a store."""
+        return self.from_run is None
+
+    @property
+    def old_source(self) -> str:
+        """Where old log-probs really come from."""
+        if self.sampled_now:
+            return self.algorithm.old_source
+        return "behaviour" if self.replay.weights == "none" else "recompute"
 
 
 def plan(options: RLOptions) -> str:
@@ -243,10 +283,27 @@ def plan(options: RLOptions) -> str:
         f"about {per_step} answers each, in micro-batches of up to {options.optim.token_budget:,} tokens",
         ranks_line(options.prompts, "prompts"),
         logits_line(options.model, options.optim.token_budget),
-        f"old log-probs: {o.old_source}; reference: {'yes' if o.kl_coef else 'no'}; critic: {o.critic}",
+        f"old log-probs: {options.old_source}; reference: {'yes' if o.kl_coef else 'no'}; critic: {o.critic}",
         f"in all: {options.steps} steps, {options.steps * answers:,} answers, "
         f"{options.steps * o.epochs * o.minibatches:,} optimiser steps",
     ]
+    lines += _replay_plan(options)
     if o.epochs * o.minibatches > 1:
         lines.append("after the first optimiser step of a rollout the policy is ahead of the one that sampled")
     return "\n".join(lines)
+
+
+def _replay_plan(options: RLOptions) -> list[str]:
+    o = options.replay
+    if options.from_run is not None:
+        return [
+            f"answers: those that {options.from_run} stored, in their order; nothing is sampled and no reward is asked"
+        ]
+    if not o.on:
+        return []
+    groups = round(options.prompts * o.share / (1 - o.share))
+    flat = ", and one for every flat group" if o.replace_flat else ""
+    return [
+        f"replay: {groups} groups beside {options.prompts} fresh ones{flat} ({o.mode}, {o.sampler}), each at most "
+        f"{o.max_staleness} versions old and used {o.max_uses} times, from {o.size} held"
+    ]

@@ -8,7 +8,7 @@ from typing import Any
 from rolecall.config.parts import ChatOptions, HeldOutOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel
-from rolecall.policy.render import render, render_pair
+from rolecall.policy.render import Rendered, render, render_pair
 from rolecall.recipes.sampling import prompt_request
 from rolecall.rewards.pool import RewardPool
 from rolecall.rewards.records import Reward
@@ -151,7 +151,7 @@ def rendered_rows(
     for number in range(len(rows)):
         found = record(rows[number], kind, number=place_of(rows, number))
         try:
-            rendered = _render(found, policy, chat)
+            rendered = rendered_row(found, policy=policy, chat=chat)
         except Exception as error:  # a chat template is a program of the model's author and may raise anything
             raise RowError(f"{place_of(rows, number)} cannot be rendered: {' '.join(str(error).split())}") from error
         if len(rendered.ids) <= limit:
@@ -169,7 +169,8 @@ def rendered_rows(
     return kept, len(rows) - len(kept)
 
 
-def _render(found: Record, policy: LoadedModel, chat: ChatOptions) -> Any:
+def rendered_row(found: Record, *, policy: LoadedModel, chat: ChatOptions) -> Rendered:
+    """A demonstration as tokens with roles."""
     how: dict[str, Any] = {
         "chat_template_kwargs": chat.chat_template_kwargs or None,
         "stop_ids": policy.stop_ids,

@@ -1,10 +1,12 @@
 """`rolecall rl`: train a language model with reinforcement learning."""
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
+from rolecall.experience.parquet import StoreError
+from rolecall.experience.stored import RolloutStore
 from rolecall.jobs.agents import (
     EnvSource,
     check_episodes,
@@ -29,11 +33,14 @@ from rolecall.policy.heads import Critic, RewardModel, ScalarHead
 from rolecall.policy.load import LoadedModel, load
 from rolecall.policy.lora import add_adapter, has_adapter, merged
 from rolecall.policy.model import PolicyModel
+from rolecall.policy.token_text import token_bytes
+from rolecall.recipes.collect import Collector
 from rolecall.recipes.episodes import Arena, EnvOnly, EpisodeEvaluator, Episodes
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.guard import Guard
 from rolecall.recipes.records import Records
 from rolecall.recipes.rl import RLLearner
+from rolecall.recipes.stored import StoredAnswers, Unasked
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine, warn_if_support_is_cut
 from rolecall.rollout.open import open_engine
@@ -44,6 +51,8 @@ from rolecall.train.reference import Reference
 from rolecall.train.rundir import RunDir
 from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
+
+_log = logging.getLogger("rolecall")
 
 
 def rl(
@@ -122,14 +131,18 @@ def _build(
 ) -> Built:
     given = options.rows if rows is None else rows
     played = env_source(options.env if env is None else env, given)
+    train: Rows | None = None
+    test: Rows | None = None
+    reward: Reward = Unasked() if played is None else EnvOnly()
+    asked = options.sampled_now or bool(options.eval.every)
     task_reward = None
     if played is not None:
         check_episodes(options)
+    if asked and played is not None:
         train, test = episode_rows(played, given, options.eval, n=20_000, seed=options.seed)
-    else:
+    elif asked:
         train, test, task_reward = prompt_rows(given or "addition", options.eval, seed=options.seed)
-    reward: Reward = EnvOnly()
-    if played is None or rewards or options.reward:
+    if train is not None and (played is None or rewards or options.reward):
         reward = open_reward(
             rewards or options.reward,
             task_reward,
@@ -139,7 +152,7 @@ def _build(
             columns=train.columns,
             timer=timer,
         )
-    envs = None if played is None else open_envs(played, options.agent, stack)
+    envs = open_envs(played, options.agent, stack) if asked and played is not None else None
     policy = open_policy(options.model, options)
     for some in (train, test):
         if some is not None and played is None:
@@ -166,6 +179,11 @@ def _build(
         arena = open_arena(
             envs, options.agent, policy=policy, engine=engine, reward=reward, chat=options.chat, timer=timer
         )
+    collector: Collector | None = None
+    if options.from_run is not None:
+        collector = _stored_answers(options, policy, engine, accelerator)
+    elif arena is not None and train is not None:
+        collector = _episodes(options, arena, train, accelerator)
     learner = RLLearner(
         options,
         policy=policy,
@@ -179,11 +197,12 @@ def _build(
         timer=timer,
         advantage=advantage,
         loss=loss,
-        collector=None if arena is None else _episodes(options, arena, train, accelerator),
+        collector=collector,
     )
 
     def record(run: RunDir) -> None:
-        learner.watches.append(Records(run, options, model=engine.hash, tokenizer=fingerprint(policy)))
+        spell = partial(token_bytes, policy.tokenizer)
+        learner.watches.append(Records(run, options, model=engine.hash, tokenizer=fingerprint(policy), pieces=spell))
 
     evaluate: Evaluator | EpisodeEvaluator | None = None
     how: dict[str, Any] = {
@@ -212,6 +231,31 @@ def _build(
 def _episodes(options: RLOptions, arena: Arena, rows: Rows, accelerator: Accelerator) -> Episodes:
     rank, ranks = accelerator.process_index, accelerator.num_processes
     return Episodes(options, arena, rows=rows, rank=rank, ranks=ranks)
+
+
+def _stored_answers(options: RLOptions, policy: LoadedModel, engine: Engine, accelerator: Accelerator) -> StoredAnswers:
+    """The rollouts to train on in place of new ones, all read once and found good."""
+    assert options.from_run is not None
+    try:
+        store = RolloutStore(Path(options.from_run).expanduser())
+        facts = store.check(
+            tokenizer=fingerprint(policy),
+            vocabulary=policy.model.config.vocab_size,
+            temperature=options.sampling.scoring_temperature,
+            context=policy.context_length,
+        )
+    except StoreError as error:
+        raise UserError(str(error)) from error
+    _log.info("%d answers from %d steps of %s; nothing is sampled", facts.answers, facts.steps, store.place)
+    if engine.hash() not in facts.models:
+        _log.warning(
+            "none of the rollouts was sampled by the weights that training starts from: every ratio is to another policy"
+        )
+    if facts.unknown:
+        _log.warning(
+            "%d of %d sampled tokens have no finite behaviour log-prob and are left out", facts.unknown, facts.tokens
+        )
+    return StoredAnswers(store, rank=accelerator.process_index, ranks=accelerator.num_processes)
 
 
 def open_policy(name: str, options: Any) -> LoadedModel:

@@ -243,7 +243,10 @@ def _read_directory(directory: str, *, dtype: Dtype) -> tuple[Any, Any]:
 
 def _check_hub(name: str) -> None:
     """Say at once that a model is not here and the hub cannot be reached, instead of after many tries."""
-    known = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    try:
+        known = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except ValueError as error:  # no hub id at all
+        raise _not_had(name, _first_line(error)) from error
     if known or constants.HF_HUB_OFFLINE or getproxies():
         return
     host = urlsplit(constants.ENDPOINT).hostname

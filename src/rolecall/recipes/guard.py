@@ -91,10 +91,12 @@ class Guard:
         mask, bound = trained(batch), tripwires.ratio_bound(self.dtype)
         if batch.policy_versions is not None:
             mask = mask & (batch.policy_versions == self._version)[:, None]
-        if batch.behaviour_logprobs is not None:
+        if batch.replayed is not None:
+            mask = mask & ~batch.replayed[:, None]
+        if batch.behaviour_logprobs is not None and self.options.sampled_now:
             band = tripwires.engine_band(self.dtype, self.engine_dtype)
             self._trip(tripwires.engine_mismatch(logprobs, batch.behaviour_logprobs, mask, band=band), rollout, first)
-        if batch.old_logprobs is not None and self.options.algorithm.old_source == "recompute":
+        if batch.old_logprobs is not None and self.options.old_source == "recompute":
             self._trip(tripwires.first_ratio(logprobs, batch.old_logprobs, mask, bound=bound), rollout, first)
         if batch.ref_logprobs is not None and self._version == 0:
             self._trip(tripwires.kl_at_start(logprobs, batch.ref_logprobs, mask, bound=bound), rollout, first)
@@ -180,7 +182,7 @@ class Guard:
         index = torch.tensor(list(found.rows), dtype=torch.long)
         index = index if rows is None else rows[index]
         index = index if mini is None else mini.rows[index]
-        worst = [rollout.trajectories[i] for i in index.tolist()]
+        worst = [rollout.trained_trajectories[i] for i in index.tolist()]
         raise Tripwire(found, step=rollout.step + 1, samples=[(t.group, t.episode) for t in worst])
 
 

@@ -74,7 +74,7 @@ def measure_update(
     """
     for mini in steps:
         batch, out = mini.batch, mini.result.outputs
-        mask = trained(batch)
+        mask = trained(batch) if batch.replayed is None else trained(batch) & ~batch.replayed[:, None]
         meter.mean("entropy", out.entropy, mask)
         if mini.epoch == mini.minibatch == 0 and not recomputed and batch.behaviour_logprobs is not None:
             _mismatch(meter, out.logprobs, batch.behaviour_logprobs, mask)
@@ -123,6 +123,8 @@ def in_words(m: dict[str, float], terms: Sequence[str]) -> str:
     elif abs(m.get("loss", 0.0)) < 1e-3:
         loss += _why_small(m)
     parts.append(loss)
+    if m.get("replay/groups"):
+        parts.append(f"{m['replay/groups']:.0f} groups replayed (ratio {m.get('replay/ratio', 0.0):.2f})")
     parts.append(f"gradient {m.get('grad_norm', 0.0):.3g}")
     if m.get("skipped"):
         parts.append("NOT FINITE: step skipped, weights untouched")
@@ -143,6 +145,7 @@ def _why_small(m: dict[str, float]) -> str:
 
 def _mismatch(meter: Meter, trainer: Tensor, engine: Tensor, mask: Tensor) -> None:
     """How far the trainer's log-probs are from those the engine sampled with."""
+    mask = mask & engine.isfinite()
     gap = torch.where(mask, trainer - engine, 0).abs()
     meter.mean("sampling/sampling_logp_difference/mean", gap, mask)
     meter.largest("sampling/sampling_logp_difference/max", gap, mask)

@@ -24,8 +24,9 @@ from rolecall.policy.lora import has_adapter, merged
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.algorithms import ALGORITHMS, Algorithm, Knobs
 from rolecall.recipes.collect import Answers, Collector
-from rolecall.recipes.experience import MiniStep, Rollout, Watch
+from rolecall.recipes.experience import MiniStep, Rollout, Watch, with_advantages
 from rolecall.recipes.measure import finish, in_words, measure_rollout, measure_update
+from rolecall.recipes.replay import Replay, finish_replay, measure_replay, start_weights
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
@@ -33,7 +34,7 @@ from rolecall.train.metrics import Meter
 from rolecall.train.optim import lr_factor, set_lr
 from rolecall.train.reference import Reference
 from rolecall.train.score import score
-from rolecall.train.step import Updater, trained
+from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
 from rolecall.types import Batch, Finish, Trajectory
 
@@ -50,7 +51,7 @@ class RLLearner:
         updater: Updater,
         engine: Engine,
         reward: Reward,
-        rows: Rows,
+        rows: Rows | None,
         reference: Reference | None = None,
         watches: Sequence[Watch] = (),
         timer: Timer | None = None,
@@ -58,8 +59,8 @@ class RLLearner:
         loss: Any = None,
         collector: Collector | None = None,
     ) -> None:
-        """`advantage` and `loss` replace the algorithm's own: an algorithm of the user's. Without a `collector` the rows
-        are answered once each."""
+        """`advantage` and `loss` replace the algorithm's own: an algorithm of the user's. `collector` takes the place of
+        sampling answers to the rows, which may then be None."""
         self.options, self.policy, self.module, self.updater = options, policy, module, updater
         self.engine, self.reward, self.reference = engine, reward, reference
         self.watches, self._own_advantage, self._own_loss = list(watches), advantage, loss
@@ -74,23 +75,39 @@ class RLLearner:
         self.sampling = options.sampling
         encode = policy.tokenizer
         self.blackout = [tuple(encode(text, add_special_tokens=False)["input_ids"]) for text in options.blackout]
-        self.collector: Collector = collector or Answers(
-            options,
-            policy=policy,
-            engine=engine,
-            reward=reward,
-            rows=rows,
-            timer=self.timer,
-            rank=updater.accelerator.process_index,
-            ranks=updater.accelerator.num_processes,
-        )
+        self.collector = collector or self._answers(rows)
         self.kl: FixedKL | AdaptiveKL = FixedKL(coef=o.kl_coef)
         if o.kl_target is not None:
             self.kl = AdaptiveKL(coef=o.kl_coef, target=o.kl_target, horizon=o.kl_horizon)
         self.baseline = EMABaseline(decay=0.9)
+        self.replay: Replay | None = None
+        if options.replay.on:
+            self.replay = Replay(
+                options,
+                prepare=self._prepare_replayed,
+                own_loss=loss is not None,
+                all_sum=updater.all_sum,
+                gather=updater.all_gather,
+                rank=updater.accelerator.process_index,
+                ranks=updater.accelerator.num_processes,
+            )
         self._meter = Meter()
         self._metrics: dict[str, float] = {}
         self._terms: tuple[str, ...] = ()
+
+    def _answers(self, rows: Rows | None) -> Collector:
+        if rows is None:
+            raise ValueError("there is nothing to learn from: give rows, or a collector")
+        return Answers(
+            self.options,
+            policy=self.policy,
+            engine=self.engine,
+            reward=self.reward,
+            rows=rows,
+            timer=self.timer,
+            rank=self.updater.accelerator.process_index,
+            ranks=self.updater.accelerator.num_processes,
+        )
 
     # -- rolling out ---------------------------------------------------------------------------------------------
 
@@ -112,17 +129,31 @@ class RLLearner:
             seed=found.seed,
             algorithm=algorithm,
         )
+        if self.replay is not None:
+            with self.timer.phase("replay"):
+                rollout = self.replay.mix(rollout, version=self.engine.version)
         self._meter = Meter()
         measure_rollout(self._meter, rollout, rule=self.rule)
         for watch in self.watches:
             watch.rolled_out(rollout)
         return rollout
 
+    def _prepare_replayed(self, trajectories: Sequence[Trajectory], totals: Sequence[float | None]) -> Batch:
+        """The same for answers of earlier steps. There is no KL to the reference: they are not samples of the policy."""
+        o = self.options.replay
+        needed = o.decoupled or o.weights != "none" or o.mode == "observe"
+        return self._prepare(trajectories, totals, old_source="recompute" if needed else "behaviour", fresh=False)[0]
+
     def _prepare(
-        self, trajectories: Sequence[Trajectory], totals: Sequence[float | None]
+        self,
+        trajectories: Sequence[Trajectory],
+        totals: Sequence[float | None],
+        *,
+        old_source: str | None = None,
+        fresh: bool = True,
     ) -> tuple[Batch, Tensor | None, Algorithm]:
         """Scores -> verdicts -> log-probs and values -> rewards -> advantages."""
-        o = self.options.algorithm
+        o, old_source = self.options.algorithm, old_source or self.options.old_source
         batch, joined = collate(trajectories), Joined(trajectories)
         if joined.cut:
             batch = dataclasses.replace(batch, episodes=joined.names)
@@ -133,10 +164,18 @@ class RLLearner:
         scores = self._shaped_scores(batch, totals, stopped=ended)
         scores = torch.where(aborted, torch.nan, scores)
         include = ~scores.isnan()
-        flat = flat_groups(joined.first(scores), joined.groups, include=joined.first(include)) if o.drop_flat else None
+        eligible = self.rule.eligible(batch.roles)
+        unknown = torch.zeros_like(eligible)
+        if not self.options.sampled_now or not fresh or old_source == "behaviour":
+            # The ratio is to what was recorded: where that is missing or not finite there is none.
+            batch, unknown = _recorded(batch, eligible)
+        drop_flat = o.drop_flat or (fresh and self.options.replay.replace_flat)
+        flat = None
+        if drop_flat:
+            flat = flat_groups(joined.first(scores), joined.groups, include=joined.first(include))
         verdicts = self.rule.verdicts(
             batch.roles,
-            bad_record=aborted,
+            bad_record=aborted[:, None] | unknown,
             reward_failed=~include,
             blackout=runs_in(batch, self.blackout) if self.blackout else None,
             truncated=cut_off if o.drop_truncated else None,
@@ -144,22 +183,24 @@ class RLLearner:
         )
         batch = dataclasses.replace(batch, scores=scores, verdicts=verdicts)
 
-        eligible = self.rule.eligible(batch.roles)
-        if o.old_source == "behaviour":
+        if old_source == "behaviour":
             batch = dataclasses.replace(batch, old_logprobs=batch.behaviour_logprobs)
-        if o.old_source == "recompute" or self.module.has_values:
+        if old_source == "recompute" or self.module.has_values:
             old = self._score(self.updater.module, batch, eligible)
             batch = dataclasses.replace(batch, values=old.values)
-            if o.old_source == "recompute":
+            if old_source == "recompute":
                 batch = dataclasses.replace(batch, old_logprobs=old.logprobs)
+        if not self.options.sampled_now and self.options.replay.weights != "none":
+            weights = start_weights(self.options.replay, batch, inside_only=False)
+            batch = dataclasses.replace(batch, weights=weights)
         kl = None
-        if self.reference is not None:
+        if self.reference is not None and fresh:
             with self.reference.module() as frozen:
                 batch = dataclasses.replace(batch, ref_logprobs=self._score(frozen, batch, eligible).logprobs)
             now = batch.old_logprobs if batch.old_logprobs is not None else batch.behaviour_logprobs
             assert now is not None
             assert batch.ref_logprobs is not None
-            kl = kl_estimate(now, batch.ref_logprobs, eligible, kind=o.kl_kind)
+            kl = kl_estimate(now, batch.ref_logprobs, eligible & ~unknown, kind=o.kl_kind)
         in_reward = kl if o.kl_in == "reward" else None
         rewards = shaping.shape_rewards(
             joined.first(torch.where(include, scores, 0)),
@@ -187,7 +228,7 @@ class RLLearner:
             found = (joined.split(found[0], width), joined.split(found[1], width))
         else:
             found = joined.split(found, width)
-        return _with_advantages(batch, found), kl, algorithm
+        return with_advantages(batch, found), kl, algorithm
 
     def _shaped_scores(self, batch: Batch, totals: Sequence[float | None], *, stopped: Tensor) -> Tensor:
         """[batch] scores with the recipe's clipping and penalties; NaN where the reward failed."""
@@ -207,7 +248,7 @@ class RLLearner:
 
     def update(self, rollout: Rollout) -> list[MiniStep]:
         """Several passes over the rollout, each in several optimiser steps; then the engine gets the weights."""
-        o, batch = self.options.algorithm, rollout.batch
+        o, batch = self.options.algorithm, rollout.training
         set_lr(self.updater.optimizer, lr_factor(rollout.step, steps=self.options.steps, options=self.options.optim))
         steps: list[MiniStep] = []
         for epoch in range(o.epochs):
@@ -219,8 +260,10 @@ class RLLearner:
                 steps.append(MiniStep(epoch=epoch, minibatch=i, rows=rows, batch=part, result=result))
         with self.timer.phase("sync"):
             self.engine.load(engine_weights(self.policy), self.engine.version + 1)
-        self._measure(steps)
+        self._measure(rollout, steps)
         self._move_knobs(rollout)
+        if self.replay is not None:
+            self.replay.remember(rollout)
         for watch in self.watches:
             watch.updated(rollout, steps)
             self._metrics |= getattr(watch, "metrics", dict)()
@@ -257,13 +300,15 @@ class RLLearner:
         if o.reference_every is not None and self.reference is not None and (rollout.step + 1) % o.reference_every == 0:
             self.reference.refresh()
 
-    def _measure(self, steps: Sequence[MiniStep]) -> None:
+    def _measure(self, rollout: Rollout, steps: Sequence[MiniStep]) -> None:
         o = self.options.algorithm
-        recomputed = o.old_source == "recompute"
+        recomputed = self.options.old_source == "recompute"
         measure_update(self._meter, steps, clip_low=o.clip_low, clip_high=o.clip_high, recomputed=recomputed)
+        if rollout.replay is not None:
+            measure_replay(self._meter, rollout, steps, self.options.replay)
         made = [s.result for s in steps if s.result.terms]  # an optimiser step in which nothing trained has no terms
         self._terms = tuple(made[0].terms) if made else ()
-        found = self._meter.result(self.updater.all_sum, self.updater.all_max)
+        found = finish_replay(self._meter.result(self.updater.all_sum, self.updater.all_max))
         for name in self._terms:
             found[f"loss/{name}"] = sum(result.terms[name] for result in made) / len(made)
         count = max(1, len(made))
@@ -296,6 +341,7 @@ class RLLearner:
             "baseline": dataclasses.asdict(self.baseline),
             "policy_version": self.engine.version,
             "reference": self.reference.weights if refreshed and self.reference is not None else None,
+            "replay": None if self.replay is None else self.replay.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -306,6 +352,8 @@ class RLLearner:
         self.baseline = EMABaseline(**state["baseline"])
         if self.reference is not None and state["reference"] is not None:
             self.reference.load(state["reference"])
+        if self.replay is not None:
+            self.replay.load_state_dict(state.get("replay"))
         self.engine.load(engine_weights(self.policy), state["policy_version"])
 
     # -- pieces --------------------------------------------------------------------------------------------------
@@ -341,9 +389,9 @@ def engine_weights(policy: LoadedModel) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in plain.model.named_parameters()}
 
 
-def _with_advantages(batch: Batch, made: Tensor | tuple[Tensor, Tensor]) -> Batch:
-    """Write advantages (one per sequence are spread over its positions) and, with a critic, returns into the batch."""
-    advantages, returns = made if isinstance(made, tuple) else (made, None)
-    if advantages.dim() == 1:
-        advantages = torch.where(trained(batch), advantages[:, None], 0)
-    return dataclasses.replace(batch, advantages=advantages, returns=returns)
+def _recorded(batch: Batch, eligible: Tensor) -> tuple[Batch, Tensor]:
+    """The batch with behaviour log-probs in it, and where they are missing or not finite."""
+    held = batch.behaviour_logprobs
+    if held is None:
+        held = torch.full(batch.ids.shape, torch.nan)
+    return dataclasses.replace(batch, behaviour_logprobs=held), eligible & ~held.isfinite()

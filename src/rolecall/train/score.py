@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from rolecall.experience.batches import lengths_of, micro_batches
-from rolecall.policy.model import Outputs
+from rolecall.policy.model import Outputs, shares_prefixes
 from rolecall.train.timing import Timer
 from rolecall.types import Batch
 
@@ -24,7 +24,9 @@ def score(
     shape = batch.ids.shape
     logprobs, entropy, values = (torch.zeros(shape) for _ in range(3))
     found_values = False
-    parts = micro_batches(lengths_of(batch), token_budget=token_budget)
+    plain = getattr(module, "module", module)  # inside DDP
+    groups = batch.groups if shares_prefixes(plain) else None
+    parts = micro_batches(lengths_of(batch), token_budget=token_budget, groups=groups)
     for done, rows in enumerate(parts, start=1):
         part = batch.rows(rows)
         time = max(2, int(lengths_of(part).max()))

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from rolecall.experience.batches import lengths_of, micro_batches
 from rolecall.maths.reduce import denominator_of, position_weights, sequence_lengths
 from rolecall.maths.roles import Verdict
-from rolecall.policy.model import Outputs
+from rolecall.policy.model import Outputs, shares_prefixes
 from rolecall.train.timing import Timer
 from rolecall.types import Batch
 
@@ -98,7 +99,11 @@ class Updater:
         if not int(self._over_ranks(trained(batch).sum(), "sum")):
             return self._nothing(batch)
         tally = _Tally(batch, *self._denominators(batch, loss), record=record)
-        parts = micro_batches(lengths_of(batch), token_budget=self.token_budget)
+        parts = micro_batches(
+            lengths_of(batch),
+            token_budget=self.token_budget,
+            groups=batch.groups if shares_prefixes(self.accelerator.unwrap_model(self.module)) else None,
+        )
         total: dict[str, float] = {}
 
         def is_finite() -> bool:
@@ -195,6 +200,10 @@ class Updater:
     def all_max(self, x: Tensor) -> Tensor:
         """A tensor's maximum over ranks."""
         return self._over_ranks(x, "max")
+
+    def all_gather(self, items: list[Any]) -> list[Any]:
+        """The lists of all ranks, one behind the other."""
+        return items if self.accelerator.num_processes == 1 else list(gather_object(items))
 
     def _over_ranks(self, x: Tensor, how: str) -> Tensor:
         if self.accelerator.num_processes == 1:
