@@ -258,6 +258,23 @@ def test_cut_episodes_pass_every_tripwire_in_several_minibatches():
     assert not together[0] & together[1], "an episode is in one optimiser step"
 
 
+def test_cut_episodes_are_replayed_whole():
+    """Fresh episodes that are not cut beside replayed ones that are: each sequence keeps its one weight."""
+    first = [trajectory(row, episode=e, group=0) for row, e in zip(CUT, EPISODE, strict=True)]
+    second = [trajectory([P, C, S], episode=e, group=1) for e in range(3)]
+    learner = learner_with(first, TOTALS, **{"replay.share": 0.5, "algorithm.minibatches": 2})
+    learner.update(learner.collect(0))
+    learner.collector = Given(second, (0.0, 1.0, 0.0))
+    rollout = learner.collect(1)
+    episodes = rollout.training.episodes
+    assert [int((episodes == number).sum()) for number in episodes.unique()].count(3) == 1
+    assert len(episodes.unique()) == 6
+    steps = learner.update(rollout)
+    assert all(not step.result.skipped for step in steps)
+    names = [set(step.batch.episodes.tolist()) for step in steps]
+    assert not names[0] & names[1]
+
+
 def test_players_are_compared_with_their_like_only():
     """Two games of one deal: the first player won one and lost one, and so did the second."""
     found, totals = [], []

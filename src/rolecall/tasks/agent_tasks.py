@@ -16,7 +16,7 @@ from rolecall.tasks.builtin import Drawn, Problem, Split
 from rolecall.tasks.env import Env, Game, Message, Step
 from rolecall.tasks.expressions import NotArithmetic, parse_expression
 from rolecall.tasks.kuhn import Kuhn
-from rolecall.tasks.rows import ListRows, RowError, Rows
+from rolecall.tasks.rows import ListRows, RowError, Rows, share_of
 from rolecall.tasks.tools import answer_call, find_calls
 
 
@@ -43,7 +43,11 @@ class AgentTask(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Calculator(Drawn):
-    """A product too large to know by heart, and a calculator. The episode ends with the first message without a call."""
+    """A product too large to know by heart, and a calculator. The episode ends with the first message without a call.
+
+    Half of the demonstrations use the calculator, half answer at once, which a small model cannot do: what is to be
+    learnt is to call.
+    """
 
     kind: ClassVar[str] = "calculator"
     limits: ClassVar[Mapping[str, tuple[int, int]]] = {"digits": (1, 18)}
@@ -59,7 +63,10 @@ class Calculator(Drawn):
         return ListRows({**row, "prompt": [_user(row["prompt"])]} for row in drawn)
 
     def gold(self, row: Mapping[str, Any]) -> Any:
-        call = f"<calc>{row['prompt'][0]['content']}</calc>"
+        asked = row["prompt"][0]["content"]
+        if share_of(["by heart", asked]) < 0.5:
+            return [_assistant(row["answer"])]
+        call = f"<calc>{asked}</calc>"
         return [_assistant(call), {"role": "tool", "content": row["answer"]}, _assistant(row["answer"])]
 
     def env(self) -> "CalculatorEnv":
