@@ -17,7 +17,7 @@ from rolecall.experience.parquet import Ragged, StoreError, read_table
 from rolecall.experience.store import ROLLOUTS
 from rolecall.experience.updates import UPDATES
 from rolecall.look.losses import PREFIX, loss_terms, row_sums
-from rolecall.look.tokens import Pass, Sample, Span
+from rolecall.look.tokens import KEPT, Pass, Sample, Span
 from rolecall.maths.kl import KINDS, kl_estimate
 from rolecall.maths.roles import Role, Verdict
 from rolecall.types import Finish
@@ -95,7 +95,7 @@ def samples(
 ) -> tuple[list[Sample], int]:
     """The chosen trajectories, then as many others of their groups as there is room for; and how many had none."""
     table, chosen = record.rollouts, choose(record, clip=clip)
-    lengths = Ragged.read(table["ids"]).lengths
+    lengths = np.minimum(Ragged.read(table["ids"]).lengths, 2 * KEPT)
     # The agents of an episode belong side by side, as the answers to a prompt do.
     groups = table["episode" if unit == "step" else "group"].to_pylist()
     wanted = [groups[row] for row in chosen]
