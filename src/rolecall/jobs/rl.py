@@ -141,7 +141,7 @@ def _build(
     if asked and played is not None:
         train, test = episode_rows(played, given, options.eval, n=20_000, seed=options.seed)
     elif asked:
-        train, test, task_reward = prompt_rows(given or "addition", options.eval, seed=options.seed)
+        train, test, task_reward = prompt_rows("addition" if given is None else given, options.eval, seed=options.seed)
     if train is not None and (played is None or rewards or options.reward):
         reward = open_reward(
             rewards or options.reward,
