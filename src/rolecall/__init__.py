@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from rolecall.jobs.demo import demo as demo
     from rolecall.jobs.eval import eval as eval
     from rolecall.jobs.generate import generate as generate
+    from rolecall.jobs.play import play as play
     from rolecall.jobs.report import report as report
     from rolecall.jobs.rescore import rescore as rescore
     from rolecall.jobs.rl import rl as rl
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_JOBS = ("audit", "demo", "eval", "generate", "report", "rescore", "rl", "rm", "sft")
+_JOBS = ("audit", "demo", "eval", "generate", "play", "report", "rescore", "rl", "rm", "sft")
 """Functions of `rolecall.jobs`, a module each, that are imported (and torch with them) when first asked for."""
 
 
