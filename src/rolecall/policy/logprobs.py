@@ -118,13 +118,14 @@ def fused_loss(
     loss: ChunkLoss,
     *,
     row_ends: Sequence[int],
-    values: PerToken | None = None,
+    values: Float[Tensor, "n *channels"] | None = None,
     chunk: int | None = None,
 ) -> FusedLoss:
     """The sum of a loss over chunks of whole rows, with the head's gradient computed on the way.
 
     `row_ends` are the ends of the rows among the n positions; a chunk never splits a row, so `loss` may look along a
-    row (GSPO) but not across rows. Gradients reach `hidden`, the head and `values`.
+    row (GSPO) but not across rows. Gradients reach `hidden`, the head and `values`: whatever else the loss needs of each
+    position, one number or several.
     """
     _check(hidden, head.weight, targets)
     spans = _spans(row_ends, chunk or _chunk_for(head.weight))
