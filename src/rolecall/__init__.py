@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from rolecall.jobs.eval import eval as eval
     from rolecall.jobs.expert_iteration import expert_iteration as expert_iteration
     from rolecall.jobs.generate import generate as generate
+    from rolecall.jobs.play import play as play
     from rolecall.jobs.report import report as report
     from rolecall.jobs.rescore import rescore as rescore
     from rolecall.jobs.rl import rl as rl
@@ -26,6 +27,7 @@ _JOBS = (
     "eval",
     "expert_iteration",
     "generate",
+    "play",
     "report",
     "rescore",
     "rl",

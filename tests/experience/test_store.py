@@ -202,7 +202,7 @@ def test_every_field_of_the_records_has_a_column():
     columns = set(ROLLOUTS.schema.names)
     assert {f.name for f in fields(Trajectory)} <= columns
     assert {f.name for f in fields(RolloutDetails)} <= columns
-    renamed = {"groups": "group", "policy_versions": "policy_version", "scores": "score"}
+    renamed = {"groups": "group", "policy_versions": "policy_version", "scores": "score", "episodes": "episode"}
     always_fresh = {"replayed"}  # a file holds what was sampled in its step
     assert {renamed.get(f.name, f.name) for f in fields(Batch)} - always_fresh <= columns
     assert {f.name for f in fields(Sampling)} == {f.name for f in ROLLOUTS.schema.field("sampling").type}

@@ -96,6 +96,12 @@ COMMANDS = (
         run="rolecall.cli.generate:run",
     ),
     Command(
+        name="play",
+        about="episodes of several turns, as a conversation or token by token",
+        options="rolecall.config.play:PlayOptions",
+        run="rolecall.cli.play:run",
+    ),
+    Command(
         name="report",
         about="a page to look at a run: curves, and answers token by token",
         options="rolecall.config.report:ReportOptions",

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from rolecall.config.agents import AgentOptions
 from rolecall.config.experience import ReplayOptions
 from rolecall.config.parts import (
     ChatOptions,
@@ -188,8 +189,9 @@ class RLOptions(RunOptions):
     model: str = "tiny"
     """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
     policy: PolicyOptions = field(default_factory=PolicyOptions)
-    rows: str = "addition"
-    """Prompts: a .jsonl or .parquet file, a saved Hugging Face dataset, a built-in task, or rg:NAME."""
+    rows: str | None = None
+    """Prompts: a .jsonl or .parquet file, a saved Hugging Face dataset, a built-in task, or rg:NAME. Left out: those of
+    `env`, or else `addition`."""
     reward: tuple[str, ...] = ()
     """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its
     own, which is also called `task`."""
@@ -197,6 +199,12 @@ class RLOptions(RunOptions):
     """One weight per reward; 1 each if not given."""
     reward_deadline: float = 60.0
     """Seconds a reward function may take before it is killed and its sample counted as failed."""
+    env: str | None = None
+    """Play episodes of several turns in it: calculator, guessing, kuhn, file.py:Class, gym:ID. `rows` are what it starts
+    from; left out, its own, or seeds."""
+    agent: AgentOptions = field(default_factory=AgentOptions)
+    blackout: tuple[str, ...] = ()
+    """Texts that never train where the policy writes them, such as a frame it must keep to."""
     chat: ChatOptions = field(default_factory=ChatOptions)
     steps: int = 100
     """Rollouts to train on."""

@@ -36,6 +36,15 @@ from rolecall.types import Batch, Finish, Sampling, Trajectory
 _TURNS = list_of(
     pa.struct([pa.field("start", pa.int32(), nullable=False), pa.field("end", pa.int32(), nullable=False)])
 )
+_AUTHORS = list_of(
+    pa.struct(
+        [
+            pa.field("start", pa.int32(), nullable=False),
+            pa.field("end", pa.int32(), nullable=False),
+            pa.field("author", pa.string(), nullable=False),
+        ]
+    )
+)
 _PIECES = list_of(pa.binary())
 _PARTS = list_of(pa.struct([pa.field("part", pa.string(), nullable=False), pa.field("score", pa.float64())]))
 _SAMPLING = pa.struct(
@@ -88,6 +97,7 @@ ROLLOUTS = Format(
             pa.field("seed", pa.int64()),
             pa.field("sampling", _SAMPLING),
             pa.field("turns", _TURNS, nullable=False),
+            pa.field("authors", _AUTHORS),
             pa.field("ids", IDS, nullable=False),
             pa.field("pieces", _PIECES),
             pa.field("roles", CODES, nullable=False),
@@ -231,6 +241,10 @@ def _from_trajectories(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     prompts = Ragged.of([t.behaviour_prompt_ids for t in trajectories], np.int32)
     columns["behaviour_prompt_ids"] = prompts.column(IDS)
     columns["turns"] = [[{"start": start, "end": end} for start, end in t.turns] for t in trajectories]
+    columns["authors"] = [
+        None if t.authors is None else [{"start": a, "end": b, "author": who} for a, b, who in t.authors]
+        for t in trajectories
+    ]
     columns["scores"] = [[{"part": part, "score": score} for part, score in t.scores.items()] for t in trajectories]
     return columns
 
@@ -243,6 +257,10 @@ def _to_trajectories(table: pa.Table, ragged: Mapping[str, Ragged]) -> tuple[Tra
         columns[name] = ragged[name].tuples()
     columns["behaviour_prompt_ids"] = Ragged.read(table["behaviour_prompt_ids"]).tuples()
     columns["turns"] = [tuple((turn["start"], turn["end"]) for turn in turns) for turns in table["turns"].to_pylist()]
+    columns["authors"] = [
+        None if runs is None else tuple((run["start"], run["end"], run["author"]) for run in runs)
+        for runs in table["authors"].to_pylist()
+    ]
     columns["scores"] = [{one["part"]: one["score"] for one in scores} for scores in table["scores"].to_pylist()]
     return tuple(Trajectory(**row) for row in row_by_row(columns))
 

@@ -25,6 +25,8 @@ RowsSource = str | Sequence[Mapping[str, Any]]
 RewardSource = str | Callable[..., Any]
 _TRAIN_ROWS = 20_000
 """Rows drawn from a task that can make any number."""
+_EPISODES = 4_000
+"""Demonstrations of a task of several turns, each of which takes milliseconds to render."""
 _CHECKED_ROWS = 20_000
 """Prompts looked at before a run starts; of a longer table, the first so many."""
 _SPARE_TOKENS = 16
@@ -150,7 +152,7 @@ def demonstrated(source: RowsSource, *, seed: int) -> Rows:
         check_named("rows", source)
     found: Any = ListRows(source) if not isinstance(source, str) else resolve(source)
     if hasattr(found, "gold"):
-        return demonstrations(found, "train", n=_TRAIN_ROWS, seed=seed)
+        return demonstrations(found, "train", n=_EPISODES if hasattr(found, "env") else _TRAIN_ROWS, seed=seed)
     rows: Rows = found
     if kind_of(rows) not in ("prompt_completion", "messages", "text"):
         raise RowError(

@@ -262,7 +262,10 @@ class _HeadGradients:
         if self.hidden is not None:
             self.hidden[part] = (grad @ self._head.weight).to(self.hidden.dtype)
         if self.weight is not None:
-            self.weight.addmm_(grad.T, self._source[part].to(grad.dtype))
+            if torch.is_autocast_enabled(grad.device.type):  # the product in the working dtype, the sum in the weight's
+                self.weight += grad.T @ self._source[part]
+            else:
+                self.weight.addmm_(grad.T, self._source[part].to(grad.dtype))
         if self.bias is not None:
             self.bias += grad.sum(0)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rolecall.config.parts import ChatOptions
 from rolecall.experience.batches import collate
@@ -18,9 +19,9 @@ from rolecall.tasks.rows import Rows
 from rolecall.train.reference import Reference
 from rolecall.train.score import score
 from rolecall.train.timing import Timer
-from rolecall.types import Completion, Request, Sampling
+from rolecall.types import Completion, Request, Sampling, Trajectory
 
-_STEP = 2**40
+EVALUATION_STEP = 2**40
 """Evaluations draw their random numbers as if at this step, so that they never repeat those of training."""
 
 
@@ -104,22 +105,15 @@ class Evaluator:
     def _kl(self, requests: Sequence[Request], completions: Sequence[Completion]) -> float:
         """KL per answer from the policy to the reference, estimated (k1) on the policy's own samples."""
         assert self.reference is not None
-        batch = collate([trajectory_of(requests[c.prompt], c, group=c.prompt) for c in completions])
-        mask = TrainRule().eligible(batch.roles)
-        with self.reference.module() as frozen:
-            ref = score(
-                frozen,
-                batch,
-                mask,
-                temperature=self.sampling.scoring_temperature,
-                token_budget=self.token_budget,
-            )
-        assert batch.behaviour_logprobs is not None
-        return float(kl_estimate(batch.behaviour_logprobs, ref.logprobs, mask, kind="k1").sum(dim=1).mean())
+        trajectories = [trajectory_of(requests[c.prompt], c, group=c.prompt) for c in completions]
+        temperature = self.sampling.scoring_temperature
+        return float(
+            kl_to(self.reference, trajectories, temperature=temperature, token_budget=self.token_budget).mean()
+        )
 
     def _answer(self, sampling: Sampling, n: int) -> tuple[list[Request], list[Completion]]:
         requests = [
-            prompt_request(self.policy, row, self.chat, sampling, n=n, seed=self.seed, step=_STEP, prompt=i)
+            prompt_request(self.policy, row, self.chat, sampling, n=n, seed=self.seed, step=EVALUATION_STEP, prompt=i)
             for i, row in enumerate(self.rows)
         ]
         return requests, answered(self.engine, requests, self.timer)
@@ -139,3 +133,15 @@ class Evaluator:
         found = [scored.total for scored in reward.score(samples)]
         reward.take_metrics()  # so that what evaluations log and count is not mistaken for training's
         return found
+
+
+def kl_to(
+    reference: Reference, trajectories: Sequence[Trajectory], *, temperature: float, token_budget: int = 8192
+) -> Tensor:
+    """[batch] KL from the policy to the reference over each trajectory, estimated (k1) on the policy's own samples."""
+    batch = collate(trajectories)
+    mask = TrainRule().eligible(batch.roles)
+    with reference.module() as frozen:
+        ref = score(frozen, batch, mask, temperature=temperature, token_budget=token_budget)
+    assert batch.behaviour_logprobs is not None
+    return kl_estimate(batch.behaviour_logprobs, ref.logprobs, mask, kind="k1").sum(dim=1)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rolecall.config.rl import RLOptions
 from rolecall.experience.batches import lengths_of
-from rolecall.maths.reduce import denominator_of
+from rolecall.experience.joined import Joined
 from rolecall.maths.roles import TrainRule
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter
@@ -16,7 +16,7 @@ from rolecall.recipes.experience import MiniStep, Rollout
 from rolecall.recipes.rl import engine_weights
 from rolecall.rollout.engine import Engine, weights_hash
 from rolecall.train import tripwires
-from rolecall.train.step import Updater, trained
+from rolecall.train.step import Updater, denominator, trained
 from rolecall.train.tripwires import Finding, Tripwire
 
 _SAMPLED = 4096
@@ -51,17 +51,18 @@ class Guard:
 
     def rolled_out(self, rollout: Rollout) -> None:
         """Check the rewards, and remember the weights that the update starts from."""
-        batch, o = rollout.batch, self.options.algorithm
+        joined, o = Joined(rollout.trajectories), self.options.algorithm
+        batch = joined.batch(rollout.batch)
         assert batch.rewards is not None
         assert batch.scores is not None
         found = tripwires.reward_sum(
             batch.rewards,
             batch.scores,
-            rollout.kl if o.kl_in == "reward" else None,
+            joined.join(rollout.kl) if rollout.kl is not None and o.kl_in == "reward" else None,
             self.rule.eligible(batch.roles),
             kl_coef=rollout.kl_coef,
         )
-        self._trip(found, rollout)
+        self._trip(found, rollout, rows=torch.tensor([rows[0] for rows in joined.rows]))
         self._hash = self._hash or self._trainer_hash()
         self._before = self._bf16_sample()
         self._version = self.engine.version
@@ -103,9 +104,9 @@ class Guard:
     def _check_counts(self, rollout: Rollout, mini: MiniStep) -> None:
         with torch.no_grad():
             terms = rollout.algorithm.loss(mini.result.outputs, mini.batch)
-        local = torch.stack([denominator_of(term.mask, mode=term.mode) for term in terms.values()])
+        local = torch.stack([denominator(term, mini.batch) for term in terms.values()])
         counts = dict(zip(terms, self.updater.all_sum(local), strict=True))
-        self._trip(tripwires.denominators(terms, counts, mini.result.contributions), rollout, mini)
+        self._trip(tripwires.denominators(terms, counts, mini.result.contributions, mini.batch.episodes), rollout, mini)
 
     def _check_gradient(self, rollout: Rollout, mini: MiniStep) -> None:
         """On the shortest row in which something trains."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rolecall.config.rl import AlgorithmOptions
+from rolecall.experience.joined import Joined
 from rolecall.maths.advantages import flat_groups
 from rolecall.maths.kl import kl_estimate
 from rolecall.maths.losses import ratio
@@ -19,38 +20,40 @@ from rolecall.types import Finish
 
 
 def measure_rollout(meter: Meter, rollout: Rollout, *, rule: TrainRule) -> None:
-    """What was sampled and what it scored."""
-    batch = rollout.batch
+    """What was sampled and what it scored, by sequence: the samples of an episode count once."""
+    joined = Joined(rollout.trajectories)
+    batch, firsts = joined.batch(rollout.batch), [rows[0] for rows in joined.rows]
     assert batch.scores is not None
     scores, include = batch.scores, ~batch.scores.isnan()
+    scored, trajectories = [rollout.scored[i] for i in firsts], [rollout.trajectories[i] for i in firsts]
+    kl = None if rollout.kl is None else joined.join(rollout.kl)
     meter.mean("reward", scores, include)
     meter.mean("reward_squared", scores.square(), include)
-    for name in rollout.scored[0].scores:
-        part = torch.tensor([_or_nan(s.scores.get(name)) for s in rollout.scored])
+    for name in scored[0].scores:
+        part = torch.tensor([_or_nan(s.scores.get(name)) for s in scored])
         meter.mean(f"rewards/{name}/mean", part, ~part.isnan())
         meter.mean(f"rewards/{name}/squared", part.square(), ~part.isnan())
-    meter.mean("rewards/failed", torch.tensor([float(s.failure is not None) for s in rollout.scored]))
+    meter.mean("rewards/failed", torch.tensor([float(s.failure is not None) for s in scored]))
     meter.mean("frac_reward_zero_std", flat_groups(scores, batch.groups, include=include).float(), include)
 
     answer = (batch.roles == Role.CONTENT) | (batch.roles == Role.STOP)
     lengths = answer.sum(dim=1).float()
-    ended = torch.tensor([t.finish is Finish.STOP for t in rollout.trajectories])
+    ended = torch.tensor([t.finish in (Finish.STOP, Finish.ENVIRONMENT) for t in trajectories])
     meter.mean("completions/mean_length", lengths)
     meter.largest("completions/max_length", lengths)
     meter.smallest("completions/min_length", lengths)
     meter.mean("completions/mean_terminated_length", lengths, ended)
-    meter.mean("completions/clipped_ratio", torch.tensor([float(t.finish.truncated) for t in rollout.trajectories]))
+    meter.mean("completions/clipped_ratio", torch.tensor([float(t.finish.truncated) for t in trajectories]))
     meter.total("num_tokens", (batch.roles != Role.PAD).sum())
 
     eligible = rule.eligible(batch.roles)
     meter.mean("untrainable", (~eligible.any(dim=1)).float())
-    recomputed = batch.old_logprobs is not None and batch.old_logprobs is not batch.behaviour_logprobs
-    if recomputed and batch.behaviour_logprobs is not None:
-        assert batch.old_logprobs is not None
+    recomputed = rollout.batch.old_logprobs is not rollout.batch.behaviour_logprobs
+    if recomputed and batch.old_logprobs is not None and batch.behaviour_logprobs is not None:
         _mismatch(meter, batch.old_logprobs, batch.behaviour_logprobs, eligible)
-    if rollout.kl is not None:
-        meter.mean("kl", rollout.kl, eligible)
-        meter.mean("kl_per_answer", rollout.kl.sum(dim=1))
+    if kl is not None:
+        meter.mean("kl", kl, eligible)
+        meter.mean("kl_per_answer", kl.sum(dim=1))
     if batch.values is not None:
         meter.mean("policy/value", batch.values, eligible)
     if batch.returns is not None and batch.values is not None:
@@ -61,7 +64,7 @@ def measure_rollout(meter: Meter, rollout: Rollout, *, rule: TrainRule) -> None:
     meter.mean("policy/advantage", batch.advantages, mask)
     meter.mean("policy/advantage_abs", batch.advantages.abs(), mask)
     meter.mean("trained_share", mask.float(), batch.roles != Role.PAD)
-    for verdict in (Verdict.TRUNCATED, Verdict.REWARD_FAILED, Verdict.FLAT_GROUP, Verdict.BAD_RECORD):
+    for verdict in (Verdict.BLACKOUT, Verdict.TRUNCATED, Verdict.REWARD_FAILED, Verdict.FLAT_GROUP, Verdict.BAD_RECORD):
         meter.total(f"untrained_tokens/{verdict.name.lower()}", (batch.verdicts == verdict).sum())
 
 

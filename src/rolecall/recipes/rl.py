@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from rolecall.config.rl import RLOptions
-from rolecall.experience.batches import collate, lengths_of
+from rolecall.experience.batches import collate, lengths_of, runs_in
+from rolecall.experience.joined import Joined
 from rolecall.maths import shaping
 from rolecall.maths.advantages import EMABaseline, flat_groups
 from rolecall.maths.entropy import EntropyTarget, FixedEntropy
@@ -74,6 +75,8 @@ class RLLearner:
         o = options.algorithm
         self.rule = TrainRule(stop=o.train_stop)
         self.sampling = options.sampling
+        encode = policy.tokenizer
+        self.blackout = [tuple(encode(text, add_special_tokens=False)["input_ids"]) for text in options.blackout]
         self.collector = collector or self._answers(rows)
         self.kl: FixedKL | AdaptiveKL = FixedKL(coef=o.kl_coef)
         if o.kl_target is not None:
@@ -163,11 +166,14 @@ class RLLearner:
     ) -> tuple[Batch, Tensor | None, Algorithm]:
         """Scores -> verdicts -> log-probs and values -> rewards -> advantages."""
         o, old_source = self.options.algorithm, old_source or self.options.old_source
-        batch = collate(trajectories)
+        batch, joined = collate(trajectories), Joined(trajectories)
+        if joined.cut:
+            batch = dataclasses.replace(batch, episodes=joined.names)
         finish = [t.finish for t in trajectories]
         cut_off = torch.tensor([f.truncated for f in finish])
         aborted = torch.tensor([f is Finish.ABORT for f in finish])
-        scores = self._shaped_scores(batch, totals, stopped=torch.tensor([f is Finish.STOP for f in finish]))
+        ended = torch.tensor([f in (Finish.STOP, Finish.ENVIRONMENT) for f in finish])
+        scores = self._shaped_scores(batch, totals, stopped=ended)
         scores = torch.where(aborted, torch.nan, scores)
         if baselines is not None:  # without its baseline an answer has nothing to be compared with
             batch = dataclasses.replace(batch, baselines=_or_nan(baselines))
@@ -179,12 +185,16 @@ class RLLearner:
             # The ratio is to what was recorded: where that is missing or not finite there is none.
             batch, unknown = _recorded(batch, eligible)
         drop_flat = o.drop_flat or (fresh and self.options.replay.replace_flat)
+        flat = None
+        if drop_flat:
+            flat = flat_groups(joined.first(scores), joined.groups, include=joined.first(include))
         verdicts = self.rule.verdicts(
             batch.roles,
             bad_record=aborted[:, None] | unknown,
             reward_failed=~include,
+            blackout=runs_in(batch, self.blackout) if self.blackout else None,
             truncated=cut_off if o.drop_truncated else None,
-            flat_group=flat_groups(scores, batch.groups, include=include) if drop_flat else None,
+            flat_group=None if flat is None else joined.split(flat, 0),
         )
         batch = dataclasses.replace(batch, scores=scores, verdicts=verdicts)
 
@@ -212,12 +222,17 @@ class RLLearner:
             else:
                 kl = kl_estimate(now, batch.ref_logprobs, known, kind=o.kl_kind)
         in_reward = kl if o.kl_in == "reward" else None
-        placed = torch.where(include, scores, 0)
-        batch = dataclasses.replace(
-            batch, rewards=shaping.shape_rewards(placed, in_reward, eligible, kl_coef=self.kl.coef)
+        rewards = shaping.shape_rewards(
+            joined.first(torch.where(include, scores, 0)),
+            None if in_reward is None else joined.join(in_reward),
+            joined.join(eligible),
+            kl_coef=self.kl.coef,
         )
+        batch = dataclasses.replace(batch, rewards=joined.split(rewards, batch.ids.shape[1]))
 
-        bootstrap = self._values_behind(batch, cut_off) if o.bootstrap_truncated and self.module.has_values else None
+        bootstrap = None
+        if o.bootstrap_truncated and self.module.has_values:
+            bootstrap = joined.last(self._values_behind(batch, cut_off))
         knobs = Knobs(
             kl_coef=self.kl.coef,
             entropy_coef=self.entropy.coef,
@@ -228,7 +243,13 @@ class RLLearner:
         )
         made = algorithm_of(o, knobs)
         algorithm = Algorithm(advantage=self._own_advantage or made.advantage, loss=self._own_loss or made.loss)
-        return with_advantages(batch, algorithm.advantage(batch)), kl, algorithm
+        found = algorithm.advantage(joined.batch(batch))
+        width = batch.ids.shape[1]
+        if isinstance(found, tuple):
+            found = (joined.split(found[0], width), joined.split(found[1], width))
+        else:
+            found = joined.split(found, width)
+        return with_advantages(batch, found), kl, algorithm
 
     def _shaped_scores(self, batch: Batch, totals: Sequence[float | None], *, stopped: Tensor) -> Tensor:
         """[batch] scores with the recipe's clipping and penalties; NaN where the reward failed."""
@@ -253,7 +274,7 @@ class RLLearner:
         set_lr(self.updater.optimizer, lr_factor(rollout.step, steps=self.options.steps, options=self.options.optim))
         steps: list[MiniStep] = []
         for epoch in range(o.epochs):
-            for i, rows in enumerate(self._minibatches(len(batch), rollout.step, epoch)):
+            for i, rows in enumerate(self._minibatches(batch, rollout.step, epoch)):
                 part = batch.rows(rows)
                 result = self.updater.step(
                     part,
@@ -274,16 +295,22 @@ class RLLearner:
             self._metrics |= getattr(watch, "metrics", dict)()
         return steps
 
-    def _minibatches(self, n: int, step: int, epoch: int) -> Sequence[Tensor]:
-        o = self.options.algorithm
+    def _minibatches(self, batch: Batch, step: int, epoch: int) -> Sequence[Tensor]:
+        """The rows of each optimiser step; the samples of an episode stay together."""
+        o, n = self.options.algorithm, len(batch)
         if o.minibatches == 1:
             return [torch.arange(n)]
-        order = np.random.default_rng([self.options.seed, step, epoch]).permutation(n)
-        return torch.from_numpy(order).tensor_split(o.minibatches)
+        rng = np.random.default_rng([self.options.seed, step, epoch])
+        if batch.episodes is None:
+            return torch.from_numpy(rng.permutation(n)).tensor_split(o.minibatches)
+        names, index = torch.unique(batch.episodes, return_inverse=True)
+        parts = torch.from_numpy(rng.permutation(len(names))).tensor_split(o.minibatches)
+        return [torch.cat([(index == i).nonzero().flatten() for i in part]) for part in parts]
 
     def _move_knobs(self, rollout: Rollout) -> None:
         """The KL controller and the moving baseline after this rollout, and the reference if its time has come."""
-        o, batch = self.options.algorithm, rollout.batch
+        o, joined = self.options.algorithm, Joined(rollout.trajectories)
+        batch = joined.batch(rollout.batch)
         assert batch.scores is not None
         include = ~batch.scores.isnan()
         scored = torch.where(include, batch.scores, 0).double()
@@ -319,7 +346,8 @@ class RLLearner:
         found["kl_coef"], found["entropy_coef"] = self.kl.coef, self.entropy.coef
         found["policy_version"] = float(self.engine.version)
         found["optimizer_steps"] = float(sum(not result.skipped for result in made))
-        self._metrics = getattr(self.reward, "take_metrics", dict)() | finish(found)
+        told = getattr(self.reward, "take_metrics", dict)() | getattr(self.collector, "take_metrics", dict)()
+        self._metrics = told | finish(found)
 
     def metrics(self) -> dict[str, float]:
         """The numbers of the last step."""

@@ -20,7 +20,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from rolecall.experience.batches import lengths_of, micro_batches
-from rolecall.maths.reduce import denominator_of, position_weights
+from rolecall.maths.reduce import denominator_of, position_weights, sequence_lengths
 from rolecall.maths.roles import Verdict
 from rolecall.policy.model import Against, Outputs, shares_prefixes
 from rolecall.train.timing import Timer
@@ -69,6 +69,11 @@ def trained(batch: Batch) -> Tensor:
     if batch.verdicts is None:
         raise ValueError("the batch has no verdicts yet; TrainRule.verdicts gives them")
     return batch.verdicts == Verdict.TRAINED
+
+
+def denominator(term: Term, batch: Batch) -> Tensor:
+    """What the term is divided by, as far as this batch goes."""
+    return denominator_of(term.mask, mode=term.mode, lengths=sequence_lengths(term.mask, batch.episodes))
 
 
 class Updater:
@@ -167,7 +172,7 @@ class Updater:
                     f"loss term {name!r} counts positions whose verdict is not TRAINED, for which the policy computes "
                     "nothing; use `mask & trained(batch)`"
                 )
-        local = torch.stack([denominator_of(term.mask, mode=term.mode) for term in terms.values()])
+        local = torch.stack([denominator(term, batch) for term in terms.values()])
         return terms, dict(zip(terms, self.all_sum(local), strict=True))
 
     def _micro_batch(
@@ -230,6 +235,7 @@ class _Tally:
         self.denominators, self.record = denominators, record
         self.coefs = {name: term.coef for name, term in terms.items()}
         self._masks = {name: term.mask for name, term in terms.items()}
+        self._lengths = {name: sequence_lengths(term.mask, batch.episodes) for name, term in terms.items()}
         self.terms = {name: torch.zeros((), dtype=torch.float64) for name in denominators}
         shape = batch.ids.shape
         self._shape = shape
@@ -249,7 +255,14 @@ class _Tally:
                     f"the mask of loss term {name!r} changed between its denominator and its sum: it may depend on the "
                     "batch, never on the outputs; to weigh positions by the outputs multiply the values instead"
                 )
-            weights = position_weights(term.mask, mode=term.mode, denominator=self.denominators[name], norm=term.norm)
+            lengths = self._lengths[name]
+            weights = position_weights(
+                term.mask,
+                mode=term.mode,
+                denominator=self.denominators[name],
+                norm=term.norm,
+                lengths=None if lengths is None else lengths[rows].to(term.mask.device),
+            )
             values = torch.where(term.mask, term.values, 0)
             total = total + term.coef * (weights.to(values.dtype) * values).sum()
             detached = weights * values.detach().double()
