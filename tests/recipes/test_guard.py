@@ -202,9 +202,9 @@ def test_old_log_probs_of_an_earlier_version():
     learner = learner_of(dataclasses.replace(GRPO, old_logprobs="recompute"))
     stale, whole = Reference(learner.module), learner._score
 
-    def score_stale(module, batch, wanted):
+    def score_stale(module, batch, wanted, **how):
         with stale.module() as frozen:
-            return whole(frozen, batch, wanted)
+            return whole(frozen, batch, wanted, **how)
 
     learner._score = score_stale
     trip = tripped(learner)
