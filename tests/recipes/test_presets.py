@@ -387,6 +387,10 @@ def test_a_bonus_above_the_target_fades_to_nothing():
         ("dapo", {"algorithm.overlong_buffer": 0}, "must be above 0"),
         ("grpo", {"algorithm.entropy_target": 1.0, "algorithm.entropy_coef": 0.5}, "between 0 and entropy_max"),
         ("grpo", {"algorithm.resample": -1}, "must be 0"),
+        ("dapo", {"env": "calculator"}, "episodes of an environment are not drawn again"),
+        ("remax", {"env": "calculator"}, "which episodes of an environment lack"),
+        ("remax", {"replay.share": 0.5}, "which stored answers lack"),
+        ("dapo", {"from_run": "runs/rl-1"}, "nothing is sampled"),
     ],
 )
 def test_choices_that_do_not_go_together_are_refused(preset, settings, message):

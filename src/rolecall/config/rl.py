@@ -241,6 +241,10 @@ class RLOptions(RunOptions):
         name, buffer = self.algorithm.name, self.algorithm.overlong_buffer
         if name in COMPARING and self.samples < 2:
             raise ValueError(f"{name} compares the answers to a prompt: samples must be at least 2")
+        if self.env is not None and self.algorithm.resample:
+            raise ValueError("episodes of an environment are not drawn again: set algorithm.resample 0")
+        if self.env is not None and name == "remax":
+            raise ValueError("remax needs a greedy answer per prompt, which episodes of an environment lack: use rloo")
         if buffer is not None and buffer > self.sampling.max_new_tokens:
             raise ValueError(
                 f"algorithm.overlong_buffer {buffer:g} is longer than sampling.max_new_tokens "
