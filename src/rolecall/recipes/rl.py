@@ -26,7 +26,7 @@ from rolecall.policy.lora import has_adapter, merged
 from rolecall.policy.model import Against, Outputs, PolicyModel
 from rolecall.recipes.algorithms import Algorithm, Knobs, algorithm_of
 from rolecall.recipes.collect import Answers, Collector
-from rolecall.recipes.experience import MiniStep, Rollout, Watch, with_advantages
+from rolecall.recipes.experience import MiniStep, Rollout, Watch, compared
 from rolecall.recipes.measure import finish, in_words, measure_drawn, measure_rollout, measure_update
 from rolecall.recipes.replay import Replay, finish_replay, measure_replay, start_weights
 from rolecall.rewards.records import Reward
@@ -243,13 +243,7 @@ class RLLearner:
         )
         made = algorithm_of(o, knobs)
         algorithm = Algorithm(advantage=self._own_advantage or made.advantage, loss=self._own_loss or made.loss)
-        found = algorithm.advantage(joined.batch(batch))
-        width = batch.ids.shape[1]
-        if isinstance(found, tuple):
-            found = (joined.split(found[0], width), joined.split(found[1], width))
-        else:
-            found = joined.split(found, width)
-        return with_advantages(batch, found), kl, algorithm
+        return compared(batch, joined, algorithm), kl, algorithm
 
     def _shaped_scores(self, batch: Batch, totals: Sequence[float | None], *, stopped: Tensor) -> Tensor:
         """[batch] scores with the recipe's clipping and penalties; NaN where the reward failed."""
