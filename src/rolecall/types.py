@@ -219,6 +219,8 @@ class Batch:
     """[batch, time]: importance weights; None is 1 everywhere."""
     scores: Tensor | None = None
     """[batch]: NaN where the reward failed."""
+    baselines: Tensor | None = None
+    """[batch]: the score of the greedy answer to the same prompt, where one was asked for; NaN where its reward failed."""
     policy_versions: Tensor | None = None
     """[batch] int64: the weights that sampled each row."""
     episodes: Tensor | None = None
@@ -258,7 +260,7 @@ class Batch:
         return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors()})
 
 
-_PER_ROW = frozenset({"groups", "scores", "policy_versions", "episodes", "replayed"})
+_PER_ROW = frozenset({"groups", "scores", "baselines", "policy_versions", "episodes", "replayed"})
 
 
 def _check_lengths(what: str, length: int, **parts: tuple[object, ...] | None) -> None:

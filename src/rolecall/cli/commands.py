@@ -50,6 +50,27 @@ COMMANDS = (
         plan="rolecall.config.rl:plan",
     ),
     Command(
+        name="dpo",
+        about="a policy from preferences, without a reward model",
+        options="rolecall.config.dpo:DPOOptions",
+        run="rolecall.cli.train:dpo",
+        plan="rolecall.config.dpo:plan",
+    ),
+    Command(
+        name="best-of-n",
+        about="the best of n answers to every prompt, and what n buys",
+        options="rolecall.config.best_of_n:BestOfNOptions",
+        run="rolecall.cli.train:best_of_n",
+        plan="rolecall.config.best_of_n:plan",
+    ),
+    Command(
+        name="expert-iteration",
+        about="rounds of sampling and imitating the good answers",
+        options="rolecall.config.expert_iteration:ExpertIterationOptions",
+        run="rolecall.cli.train:expert_iteration",
+        plan="rolecall.config.expert_iteration:plan",
+    ),
+    Command(
         name="audit",
         about="look before training: model, template, rows and reward",
         options="rolecall.config.audit:AuditOptions",

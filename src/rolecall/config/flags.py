@@ -149,11 +149,6 @@ class _Reader:
         self.problems.append(f"unknown option --{written}{end}")
 
     def _stray(self, word: str) -> None:
-        """The command's one option that may stand without its name (`positional`), or a mistake."""
-        place = getattr(self.section.type, "positional", None)
-        if place is not None and place not in self.line.given and not word.startswith("-") and "=" not in word:
-            self.line.given[place] = word
-            return
         key = word.partition("=")[0]
         if "=" in word and (key in self._options or nearest(key, self.section)):
             self.problems.append(f"unexpected {word!r}: write it as --{word}")

@@ -1,7 +1,6 @@
 """Options of `rolecall rescore`."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -9,8 +8,7 @@ class RescoreOptions:
     """Apply another reward to the answers a run has stored: `rolecall rescore runs/x --reward f`. Nothing is sampled, and
     the run stays as it is; what comes out is a new one, for `rolecall rl --from`."""
 
-    positional: ClassVar[str] = "run"
-    run: str
+    run: str = field(metadata={"bare": True})
     """The run whose rollouts are scored anew."""
     reward: tuple[str, ...] = ()
     """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its own."""

@@ -27,7 +27,7 @@ from rolecall.jobs.agents import (
     open_arena,
     open_envs,
 )
-from rolecall.jobs.data import check_prompts, label, open_reward, prompt_rows
+from rolecall.jobs.data import check_prompts, label, open_judge, open_reward, prompt_rows
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, model_directory
 from rolecall.policy.heads import Critic, RewardModel, ScalarHead
 from rolecall.policy.load import LoadedModel, load
@@ -214,8 +214,16 @@ def _build(
     if test is not None and arena is not None:
         evaluate = EpisodeEvaluator(arena, rows=test, **how)
     elif test is not None:
+        judge, beside = open_judge(options, reward, task_reward, stack, columns=test.columns)
         evaluate = Evaluator(
-            policy=policy, engine=engine, reward=reward, rows=test, chat=options.chat, timer=timer, **how
+            policy=policy,
+            engine=engine,
+            reward=judge,
+            train_reward=beside,
+            rows=test,
+            chat=options.chat,
+            timer=timer,
+            **how,
         )
     return build_policy(
         learner,

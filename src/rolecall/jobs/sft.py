@@ -87,12 +87,12 @@ def _build(
         policy=policy,
         module=module,
         optimizer=optimizer,
-        evaluate=_evaluator(options, policy, source, stack),
+        evaluate=task_evaluator(options, policy, source, stack),
     )
 
 
-def _evaluator(options: SFTOptions, policy: Any, source: Any, stack: ExitStack) -> Any:
-    """Greedy answers to held-out prompts, scored by the task; None for rows that bring no reward."""
+def task_evaluator(options: Any, policy: Any, source: Any, stack: ExitStack) -> Any:
+    """Greedy answers to a task's held-out prompts, scored by the task; None if there shall be no evaluation."""
     if not options.eval.every:
         return None
     engine = sampler(policy, options)
@@ -118,7 +118,7 @@ def _evaluator(options: SFTOptions, policy: Any, source: Any, stack: ExitStack) 
             raise UserError(
                 "sft evaluates with a task's own reward, and these rows are of no task: leave out eval.every"
             )
-        reward = open_reward((), task_reward, stack, weights=None, deadline_s=60.0)
+        reward = open_reward(options.eval.reward, task_reward, stack, weights=None, deadline_s=60.0)
         evaluator = Evaluator(policy=policy, engine=engine, reward=reward, rows=test, chat=options.chat, **how)
 
     def evaluate(step: int) -> dict[str, float]:

@@ -131,9 +131,8 @@ def _sample(
     number = row["episode"] if row["sample"] is None or several else row["sample"]
     what = "episode" if unit == "step" or several else "answer"
     facts = [("score", "none" if row["score"] is None else f"{row['score']:.4g}"), ("ended by", row["finish"])]
-    # Files of version 1 have pairs here.
-    parts = [(one["part"], one["score"]) if isinstance(one, dict) else one for one in row["scores"]]
-    facts += [(f"score, {name}", "failed" if part is None else f"{part:.4g}") for name, part in parts]
+    parts = [(one["part"], one["score"]) for one in row["scores"]]
+    facts += [(f"score, {name}", "failed" if score is None else f"{score:.4g}") for name, score in parts]
     if row["reward_failure"]:
         facts.append(("reward failed", row["reward_failure"]))
     facts.append((f"{unit}s", str(len(row["ids"]))))

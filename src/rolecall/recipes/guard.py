@@ -113,8 +113,8 @@ class Guard:
         rows = trained(mini.batch).any(dim=1).nonzero().flatten()
         if len(rows):
             row = rows[lengths_of(mini.batch)[rows].argmin()][None]
-            logprobs, entropy, values = mini.result.outputs
-            outputs = Outputs(logprobs[row], entropy[row], None if values is None else values[row])
+            picked = {name: x[row] for name, x in mini.result.outputs._asdict().items() if x is not None}
+            outputs = Outputs(**({"values": None} | picked))
             found = tripwires.untrained_gradient(rollout.algorithm.loss, outputs, mini.batch.rows(row))
             self._trip(found, rollout, mini, row)
 

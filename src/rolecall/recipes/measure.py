@@ -5,11 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rolecall.config.rl import AlgorithmOptions
 from rolecall.experience.joined import Joined
 from rolecall.maths.advantages import flat_groups
 from rolecall.maths.kl import kl_estimate
 from rolecall.maths.losses import ratio
 from rolecall.maths.roles import Role, TrainRule, Verdict
+from rolecall.recipes.algorithms import clipped, need
+from rolecall.recipes.collect import Drawn
 from rolecall.recipes.experience import MiniStep, Rollout
 from rolecall.train.metrics import Meter
 from rolecall.train.step import trained
@@ -65,9 +68,17 @@ def measure_rollout(meter: Meter, rollout: Rollout, *, rule: TrainRule) -> None:
         meter.total(f"untrained_tokens/{verdict.name.lower()}", (batch.verdicts == verdict).sum())
 
 
-def measure_update(
-    meter: Meter, steps: Sequence[MiniStep], *, clip_low: float, clip_high: float, recomputed: bool
-) -> None:
+def measure_drawn(meter: Meter, drawn: Drawn) -> None:
+    """What dynamic sampling went through."""
+    meter.largest("resample/rounds", torch.tensor([float(drawn.rounds)]))
+    meter.total("resample/prompts", float(drawn.prompts))
+    meter.total("resample/flat", float(drawn.flat))
+    # Every score weighs the same, whichever rank has it.
+    mean = drawn.score_sum / drawn.scores if drawn.scores else 0.0
+    meter.mean("resample/reward", torch.full((drawn.scores,), mean))
+
+
+def measure_update(meter: Meter, steps: Sequence[MiniStep], o: AlgorithmOptions, *, recomputed: bool) -> None:
     """What the optimiser steps did. The first one of a fresh rollout has ratio 1.
 
     Unless old log-probs were recomputed, the first step's outputs show how far trainer and engine are apart.
@@ -76,16 +87,15 @@ def measure_update(
         batch, out = mini.batch, mini.result.outputs
         mask = trained(batch) if batch.replayed is None else trained(batch) & ~batch.replayed[:, None]
         meter.mean("entropy", out.entropy, mask)
-        if mini.epoch == mini.minibatch == 0 and not recomputed and batch.behaviour_logprobs is not None:
+        first = mini.epoch == mini.minibatch == 0
+        if first and not recomputed and batch.behaviour_logprobs is not None:
             _mismatch(meter, out.logprobs, batch.behaviour_logprobs, mask)
         old = batch.old_logprobs if batch.old_logprobs is not None else out.logprobs
         rho = ratio(out.logprobs, old, mask)
         meter.mean("policy/ratio", rho, mask)
         meter.largest("policy/ratio_max", rho, mask)
         meter.mean("policy/approx_kl", kl_estimate(old, out.logprobs, mask, kind="k3"), mask)
-        assert batch.advantages is not None
-        low = (rho < 1 - clip_low) & (batch.advantages < 0)
-        high = (rho > 1 + clip_high) & (batch.advantages > 0)
+        low, high = clipped(o, out.logprobs, old, need(batch.advantages), mask)
         meter.mean("clip_ratio/low_mean", low.float(), mask)
         meter.mean("clip_ratio/high_mean", high.float(), mask)
         meter.mean("clip_ratio/region_mean", (low | high).float(), mask)

@@ -272,6 +272,8 @@ def _filled(name: str, tensor: Tensor | None, rows: int, time: int, *, like: Ten
         return torch.arange(-1, -1 - rows, -1)  # none of them is cut: each row is an episode of its own
     if tensor is None:
         assert like is not None
+        if like.dim() == 1 and name not in _FILL and not like.is_floating_point():
+            return -1 - torch.arange(rows)  # names: each row has one of its own
         return torch.full((rows, time)[: like.dim()], fill, dtype=like.dtype)
     if tensor.dim() == 1:
         return tensor

@@ -6,6 +6,7 @@ is optimised from an `Algorithm`. The learner holds all state of a run, so that 
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,16 @@ from rolecall.experience.batches import collate, lengths_of, runs_in
 from rolecall.experience.joined import Joined
 from rolecall.maths import shaping
 from rolecall.maths.advantages import EMABaseline, flat_groups
+from rolecall.maths.entropy import EntropyTarget, FixedEntropy
 from rolecall.maths.kl import AdaptiveKL, FixedKL, kl_estimate
 from rolecall.maths.roles import Role, TrainRule
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter, merged
-from rolecall.policy.model import PolicyModel
-from rolecall.recipes.algorithms import ALGORITHMS, Algorithm, Knobs
+from rolecall.policy.model import Against, Outputs, PolicyModel
+from rolecall.recipes.algorithms import Algorithm, Knobs, algorithm_of
 from rolecall.recipes.collect import Answers, Collector
 from rolecall.recipes.experience import MiniStep, Rollout, Watch, with_advantages
-from rolecall.recipes.measure import finish, in_words, measure_rollout, measure_update
+from rolecall.recipes.measure import finish, in_words, measure_drawn, measure_rollout, measure_update
 from rolecall.recipes.replay import Replay, finish_replay, measure_replay, start_weights
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine
@@ -79,6 +81,11 @@ class RLLearner:
         self.kl: FixedKL | AdaptiveKL = FixedKL(coef=o.kl_coef)
         if o.kl_target is not None:
             self.kl = AdaptiveKL(coef=o.kl_coef, target=o.kl_target, horizon=o.kl_horizon)
+        self.entropy: FixedEntropy | EntropyTarget = FixedEntropy(coef=o.entropy_coef)
+        if o.entropy_target is not None:
+            self.entropy = EntropyTarget(
+                coef=o.entropy_coef, target=o.entropy_target, rate=o.entropy_rate, limit=o.entropy_max
+            )
         self.baseline = EMABaseline(decay=0.9)
         self.replay: Replay | None = None
         if options.replay.on:
@@ -107,6 +114,7 @@ class RLLearner:
             timer=self.timer,
             rank=self.updater.accelerator.process_index,
             ranks=self.updater.accelerator.num_processes,
+            all_sum=self.updater.all_sum,
         )
 
     # -- rolling out ---------------------------------------------------------------------------------------------
@@ -115,7 +123,8 @@ class RLLearner:
         """Sample and score the next answers, and make them a batch that is ready to train."""
         found = self.collector.collect(step)
         with self.timer.phase("score"):
-            batch, kl, algorithm = self._prepare(found.trajectories, [s.total for s in found.scored])
+            totals = [s.total for s in found.scored]
+            batch, kl, algorithm = self._prepare(found.trajectories, totals, baselines=found.baselines)
         rollout = Rollout(
             step=step,
             trajectories=found.trajectories,
@@ -134,6 +143,8 @@ class RLLearner:
                 rollout = self.replay.mix(rollout, version=self.engine.version)
         self._meter = Meter()
         measure_rollout(self._meter, rollout, rule=self.rule)
+        if found.drawn is not None:
+            measure_drawn(self._meter, found.drawn)
         for watch in self.watches:
             watch.rolled_out(rollout)
         return rollout
@@ -149,6 +160,7 @@ class RLLearner:
         trajectories: Sequence[Trajectory],
         totals: Sequence[float | None],
         *,
+        baselines: Sequence[float | None] | None = None,
         old_source: str | None = None,
         fresh: bool = True,
     ) -> tuple[Batch, Tensor | None, Algorithm]:
@@ -163,6 +175,9 @@ class RLLearner:
         ended = torch.tensor([f in (Finish.STOP, Finish.ENVIRONMENT) for f in finish])
         scores = self._shaped_scores(batch, totals, stopped=ended)
         scores = torch.where(aborted, torch.nan, scores)
+        if baselines is not None:  # without its baseline an answer has nothing to be compared with
+            batch = dataclasses.replace(batch, baselines=_or_nan(baselines))
+            scores = torch.where(_or_nan(baselines).isnan(), torch.nan, scores)
         include = ~scores.isnan()
         eligible = self.rule.eligible(batch.roles)
         unknown = torch.zeros_like(eligible)
@@ -185,9 +200,10 @@ class RLLearner:
 
         if old_source == "behaviour":
             batch = dataclasses.replace(batch, old_logprobs=batch.behaviour_logprobs)
-        if old_source == "recompute" or self.module.has_values:
-            old = self._score(self.updater.module, batch, eligible)
-            batch = dataclasses.replace(batch, values=old.values)
+        against, exact = self._against if fresh else None, None
+        if old_source == "recompute" or self.module.has_values or against is not None:
+            old = self._score(self.updater.module, batch, eligible, against=against)
+            batch, exact = dataclasses.replace(batch, values=old.values), old.kl
             if old_source == "recompute":
                 batch = dataclasses.replace(batch, old_logprobs=old.logprobs)
         if not self.options.sampled_now and self.options.replay.weights != "none":
@@ -200,7 +216,11 @@ class RLLearner:
             now = batch.old_logprobs if batch.old_logprobs is not None else batch.behaviour_logprobs
             assert now is not None
             assert batch.ref_logprobs is not None
-            kl = kl_estimate(now, batch.ref_logprobs, eligible & ~unknown, kind=o.kl_kind)
+            known = eligible & ~unknown
+            if exact is not None:
+                kl = torch.where(known, exact, 0)
+            else:
+                kl = kl_estimate(now, batch.ref_logprobs, known, kind=o.kl_kind)
         in_reward = kl if o.kl_in == "reward" else None
         rewards = shaping.shape_rewards(
             joined.first(torch.where(include, scores, 0)),
@@ -215,12 +235,13 @@ class RLLearner:
             bootstrap = joined.last(self._values_behind(batch, cut_off))
         knobs = Knobs(
             kl_coef=self.kl.coef,
+            entropy_coef=self.entropy.coef,
             baseline=self.baseline.value,
             max_new_tokens=self.options.sampling.max_new_tokens,
             bootstrap=bootstrap,
             all_sum=self.updater.all_sum,
         )
-        made = ALGORITHMS[o.name](o, knobs)
+        made = algorithm_of(o, knobs)
         algorithm = Algorithm(advantage=self._own_advantage or made.advantage, loss=self._own_loss or made.loss)
         found = algorithm.advantage(joined.batch(batch))
         width = batch.ids.shape[1]
@@ -233,7 +254,7 @@ class RLLearner:
     def _shaped_scores(self, batch: Batch, totals: Sequence[float | None], *, stopped: Tensor) -> Tensor:
         """[batch] scores with the recipe's clipping and penalties; NaN where the reward failed."""
         o = self.options.algorithm
-        scores = torch.tensor([float("nan") if total is None else total for total in totals])
+        scores = _or_nan(totals)
         if o.score_clip is not None:
             scores = shaping.clip_scores(scores, limit=o.score_clip)
         if o.missing_stop_penalty:
@@ -241,7 +262,8 @@ class RLLearner:
         if o.overlong_buffer is not None:
             lengths = ((batch.roles == Role.CONTENT) | (batch.roles == Role.STOP)).sum(dim=1)
             limit = self.options.sampling.max_new_tokens
-            scores = scores + shaping.overlong_penalty(lengths, max_length=limit, buffer=o.overlong_buffer)
+            buffer = ceil(o.overlong_buffer * limit) if o.overlong_buffer < 1 else int(o.overlong_buffer)
+            scores = scores + shaping.overlong_penalty(lengths, max_length=limit, buffer=buffer)
         return scores
 
     # -- updating ------------------------------------------------------------------------------------------------
@@ -255,7 +277,11 @@ class RLLearner:
             for i, rows in enumerate(self._minibatches(batch, rollout.step, epoch)):
                 part = batch.rows(rows)
                 result = self.updater.step(
-                    part, rollout.algorithm.loss, temperature=self.sampling.scoring_temperature, record=True
+                    part,
+                    rollout.algorithm.loss,
+                    temperature=self.sampling.scoring_temperature,
+                    record=True,
+                    against=self._against if o.kl_in == "loss" else None,
                 )
                 steps.append(MiniStep(epoch=epoch, minibatch=i, rows=rows, batch=part, result=result))
         with self.timer.phase("sync"):
@@ -297,13 +323,14 @@ class RLLearner:
             self.baseline = self.baseline.update(torch.tensor([score_sum / known]))
         if rollout.kl is not None:
             self.kl = self.kl.update(kl_sum / answers, samples=int(answers))
+        if "entropy" in self._metrics:
+            self.entropy = self.entropy.update(self._metrics["entropy"])
         if o.reference_every is not None and self.reference is not None and (rollout.step + 1) % o.reference_every == 0:
             self.reference.refresh()
 
     def _measure(self, rollout: Rollout, steps: Sequence[MiniStep]) -> None:
         o = self.options.algorithm
-        recomputed = self.options.old_source == "recompute"
-        measure_update(self._meter, steps, clip_low=o.clip_low, clip_high=o.clip_high, recomputed=recomputed)
+        measure_update(self._meter, steps, o, recomputed=self.options.old_source == "recompute")
         if rollout.replay is not None:
             measure_replay(self._meter, rollout, steps, self.options.replay)
         made = [s.result for s in steps if s.result.terms]  # an optimiser step in which nothing trained has no terms
@@ -316,7 +343,7 @@ class RLLearner:
         found["grad_norm"] = found["loss/grad_norm"] = sum(result.grad_norm for result in made) / count
         found["skipped"] = float(sum(s.result.skipped for s in steps))
         found["learning_rate"] = float(self.updater.optimizer.param_groups[0]["lr"])
-        found["kl_coef"] = self.kl.coef
+        found["kl_coef"], found["entropy_coef"] = self.kl.coef, self.entropy.coef
         found["policy_version"] = float(self.engine.version)
         found["optimizer_steps"] = float(sum(not result.skipped for result in made))
         told = getattr(self.reward, "take_metrics", dict)() | getattr(self.collector, "take_metrics", dict)()
@@ -338,6 +365,7 @@ class RLLearner:
         return {
             "collector": self.collector.state_dict(),
             "kl_coef": self.kl.coef,
+            "entropy_coef": self.entropy.coef,
             "baseline": dataclasses.asdict(self.baseline),
             "policy_version": self.engine.version,
             "reference": self.reference.weights if refreshed and self.reference is not None else None,
@@ -349,6 +377,9 @@ class RLLearner:
         self.collector.load_state_dict(state["collector"])
         if isinstance(self.kl, AdaptiveKL):  # a fixed coefficient is a setting, which may have been changed
             self.kl = dataclasses.replace(self.kl, coef=state["kl_coef"])
+        if isinstance(self.entropy, EntropyTarget):
+            held = min(state["entropy_coef"], self.entropy.limit)  # the limit may have been changed
+            self.entropy = dataclasses.replace(self.entropy, coef=held)
         self.baseline = EMABaseline(**state["baseline"])
         if self.reference is not None and state["reference"] is not None:
             self.reference.load(state["reference"])
@@ -358,7 +389,16 @@ class RLLearner:
 
     # -- pieces --------------------------------------------------------------------------------------------------
 
-    def _score(self, module: torch.nn.Module, batch: Batch, wanted: Tensor) -> Any:
+    @property
+    def _against(self) -> Against | None:
+        """What the exact KL is measured to."""
+        if self.reference is None or self.options.algorithm.kl_kind != "exact":
+            return None
+        return self.reference.read
+
+    def _score(
+        self, module: torch.nn.Module, batch: Batch, wanted: Tensor, *, against: Against | None = None
+    ) -> Outputs:
         return score(
             module,
             batch,
@@ -366,6 +406,7 @@ class RLLearner:
             temperature=self.sampling.scoring_temperature,
             token_budget=self.options.optim.token_budget,
             device=self.updater.accelerator.device,
+            against=against,
             timer=self.timer,
         )
 
@@ -387,6 +428,10 @@ def engine_weights(policy: LoadedModel) -> dict[str, Tensor]:
     """The weights an engine samples from, by their Hugging Face names; an adapter is merged into a copy."""
     plain = merged(policy) if has_adapter(policy) else policy
     return {name: parameter.detach() for name, parameter in plain.model.named_parameters()}
+
+
+def _or_nan(scores: Sequence[float | None]) -> Tensor:
+    return torch.tensor([float("nan") if score is None else score for score in scores])
 
 
 def _recorded(batch: Batch, eligible: Tensor) -> tuple[Batch, Tensor]:

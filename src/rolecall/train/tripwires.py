@@ -316,7 +316,7 @@ def _gradients(
         for name, tensor in given
         if tensor is not None
     }
-    held = Outputs(leaves["logprobs"], leaves["entropy"], leaves.get("values"))
+    held = Outputs(leaves["logprobs"], leaves["entropy"], leaves.get("values"), leaves.get("kl"))
     computed = {
         f.name: torch.where(mask, tensor, fill)
         for f in fields(batch)
