@@ -1,0 +1,1 @@
+"""Multi-agent episodes: batches with a role for every agent and step, environments, runners, networks, learners."""
