@@ -48,6 +48,13 @@ COMMANDS = (
         plan="rolecall.config.rl:plan",
     ),
     Command(
+        name="marl",
+        about="agents that learn together: IQL, VDN, QMIX, IPPO, MAPPO",
+        options="rolecall.config.marl:MARLOptions",
+        run="rolecall.cli.train:marl",
+        plan="rolecall.config.marl:plan",
+    ),
+    Command(
         name="eval",
         about="how good a model is on held-out rows",
         options="rolecall.config.eval:EvalOptions",

@@ -116,11 +116,15 @@ class EpisodeBatch:
         return episode_roles(self.filled[..., 0], self.terminated[..., 0], self.truncated[..., 0])
 
     @cached_property
+    def able(self) -> Tensor:
+        """[batch, time, agent] bool: the agent is there and has something to choose; also in the slot behind the end."""
+        return self.filled & self.present & (self.avail_actions.sum(-1) > 1)
+
+    @cached_property
     def roles(self) -> Tensor:
         """[batch, time, agent] uint8: NO_CHOICE where the agent is absent or has one action at most, else the step's."""
-        no_choice = ~self.present | (self.avail_actions.sum(-1) <= 1)
         steps = self.team_roles[..., None]
-        return torch.where(no_choice & (steps == Role.CONTENT), int(Role.NO_CHOICE), steps).to(torch.uint8)
+        return torch.where(~self.able & (steps == Role.CONTENT), int(Role.NO_CHOICE), steps).to(torch.uint8)
 
     @cached_property
     def valid(self) -> Tensor:
