@@ -124,8 +124,8 @@ def test_agents_learn_a_matrix_game(algo, tmp_path):
     run = rolecall.marl(
         env="penalty:-25", algo=algo, steps=50, episodes=8, quiet=True, out=str(tmp_path / "run"), **quick
     )
-    first, last = run.evaluations[0]["eval_return"], run.evaluations[-1]["eval_return"]
-    assert last >= 45 > first or last > 100
+    assert run.metrics[1]["return"] < 20, "at random, or nearly so"
+    assert run.evaluations[-1]["eval_return"] >= 45
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ class QOptions:
     """Lambda of TD(lambda) targets; 0 is the one-step target."""
     double: bool = True
     """The live network chooses the next action, the target network values it."""
-    buffer: int = 5000
+    buffer: int = 1000
     """Episodes that are kept."""
     batch: int = 32
     """Episodes per optimiser step."""
@@ -191,7 +191,7 @@ class MARLOptions(RunOptions):
     agent: AgentOptions = field(default_factory=AgentOptions)
     q: QOptions = field(default_factory=QOptions)
     ppo: PPOOptions = field(default_factory=PPOOptions)
-    optim: OptimOptions = field(default_factory=lambda: OptimOptions(lr=5e-4, max_grad_norm=10.0))
+    optim: OptimOptions = field(default_factory=lambda: OptimOptions(lr=2e-3, max_grad_norm=10.0))
     eval: EpisodeEvalOptions = field(default_factory=EpisodeEvalOptions)
     record: RecordOptions = field(default_factory=RecordOptions)
     save: SaveOptions = field(default_factory=lambda: SaveOptions(every=200))
