@@ -17,16 +17,27 @@ $(STAMPS)/venv:
 
 $(STAMPS)/dev: $(STAMPS)/venv pyproject.toml constraints.txt
 	$(PIP) torch
-	$(PIP) -e '.[dev,lora,tasks,marl]'
+	$(PIP) -e '.[dev,lora,tasks,marl,plot]'
 	@touch $@
 
 $(STAMPS)/mutate: $(STAMPS)/dev
 	$(PIP) -e '.[mutate]'
 	@touch $@
 
+# Pages are tested in a real browser. Where it is missing and may not be installed, those tests are skipped, and say so.
+$(STAMPS)/browser: $(STAMPS)/venv
+	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "installing chromium and chromedriver for the tests of pages"; \
+	  { apt-get install -y -qq --no-install-recommends chromium chromium-driver fonts-dejavu-core \
+	    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver fonts-dejavu-core; }; } >/dev/null 2>&1 \
+	    || echo "chromium could not be installed: the tests of pages will fail"; \
+	else echo "no chromium and chromedriver: the tests of pages will be skipped; install Debian's chromium and chromium-driver"; fi
+	@command -v chromedriver >/dev/null && touch $@ || true
+
 setup: $(STAMPS)/dev  ## the environment in .venv
 
-test: $(STAMPS)/dev  ## the default test suite
+test: $(STAMPS)/dev $(STAMPS)/browser  ## the default test suite
 	$(BIN)/pytest -n 2 --dist loadfile
 
 test-slow: $(STAMPS)/dev  ## tests that take minutes or a downloaded model
@@ -46,6 +57,7 @@ demo: $(STAMPS)/dev  ## SFT, a reward model, PPO and GRPO on the built-in model
 	$(BIN)/rolecall demo
 
 bench: $(STAMPS)/dev  ## the benchmarks, each with its ratio
+	$(BIN)/python benchmarks/front_door.py
 	$(BIN)/python benchmarks/gae.py
 	$(BIN)/python benchmarks/logprobs.py
 	$(BIN)/python benchmarks/generate.py

@@ -3,17 +3,19 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rolecall.jobs.audit import audit as audit
     from rolecall.jobs.demo import demo as demo
     from rolecall.jobs.eval import eval as eval
     from rolecall.jobs.generate import generate as generate
     from rolecall.jobs.marl import marl as marl
+    from rolecall.jobs.report import report as report
     from rolecall.jobs.rl import rl as rl
     from rolecall.jobs.rm import rm as rm
     from rolecall.jobs.sft import sft as sft
 
 __version__ = "0.1.0"
 
-_JOBS = ("demo", "eval", "generate", "marl", "rl", "rm", "sft")
+_JOBS = ("audit", "demo", "eval", "generate", "marl", "report", "rl", "rm", "sft")
 """Functions of `rolecall.jobs`, a module each, that are imported (and torch with them) when first asked for."""
 
 

@@ -9,12 +9,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import rolecall
 from rolecall.cli import main
-from rolecall.cli.visible import visible_text, visible_token
 from rolecall.errors import UserError
 from rolecall.maths.roles import Role
 from rolecall.policy.tiny import TURN_END_ID, tiny_model, tiny_tokenizer
 from rolecall.policy.token_text import token_texts
 from rolecall.types import Finish, Sampling
+from rolecall.visible import visible_text, visible_token
 
 SHORT = ["--sampling.max_new_tokens", "4"]
 

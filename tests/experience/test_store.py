@@ -175,6 +175,8 @@ def test_what_goes_in_comes_out(data, tmp_path_factory):
         computed["verdicts"] = (torch.arange(rows * (width + padding)).view(rows, -1) % 13).to(torch.uint8)
     batch = batch_of(trajectories, padding=padding, **computed)
     details = data.draw(st.lists(drawn_details, min_size=rows, max_size=rows))
+    if data.draw(st.booleans()):
+        details[0] = replace(details[0], pieces=tuple(data.draw(st.binary(max_size=3)) for _ in trajectories[0].ids))
     path = tmp_path_factory.mktemp("run") / "step-000003.parquet"
 
     write_rollouts(path, trajectories, batch, step=3, details=details, model="m", tokenizer="t")
@@ -228,7 +230,7 @@ def test_a_plain_reader_sees_lists_cut_to_length_and_null_for_nan(tmp_path):
     assert second["reward_failure"] == "no answer in the box"
     metadata = pq.read_schema(tmp_path / "rollouts.parquet").metadata
     assert metadata[b"rolecall.schema"] == b"rollouts"
-    assert metadata[b"rolecall.schema_version"] == b"1"
+    assert metadata[b"rolecall.schema_version"] == b"2"
     assert metadata[b"rolecall.model"] == b"m-1"
 
 
@@ -288,6 +290,10 @@ def test_a_batch_too_narrow_and_a_missing_detail_are_refused(tmp_path):
         write_rollouts(tmp_path / "x", trajectories, batch.trimmed(2), details=details, **kept)
     with pytest.raises(ValueError, match="2 trajectories, 2 batch rows and 1 details"):
         write_rollouts(tmp_path / "x", trajectories, batch, details=details[:1], **kept)
+    with pytest.raises(ValueError, match="row 1 has 1 pieces but 2 ids"):
+        write_rollouts(
+            tmp_path / "x", trajectories, batch, details=[details[0], replace(details[1], pieces=(b"5",))], **kept
+        )
     with pytest.raises(ValueError, match="no trajectories"):
         write_rollouts(tmp_path / "x", [], batch, details=[], **kept)
 
@@ -314,7 +320,7 @@ def test_a_file_from_the_future_is_refused_with_both_versions(tmp_path):
     write_two(path)
     with_facts(path, schema_version="7", version="9.9.9")
     with pytest.raises(
-        StoreError, match=rf"version 7, written by rolecall 9\.9\.9; .*{rolecall.__version__}.*version 1"
+        StoreError, match=rf"version 7, written by rolecall 9\.9\.9; .*{rolecall.__version__}.*version 2"
     ):
         read_rollouts(path)
 
@@ -322,13 +328,14 @@ def test_a_file_from_the_future_is_refused_with_both_versions(tmp_path):
 def test_an_older_file_that_lacks_nullable_columns_loads_with_none(tmp_path):
     path = tmp_path / "rollouts.parquet"
     write_two(path)
-    lacking = ["weights", "old_logprobs", "reward_failure", "sampling", "score"]
+    lacking = ["weights", "old_logprobs", "reward_failure", "sampling", "score", "pieces"]
     pq.write_table(pq.read_table(path).drop_columns(lacking), path)
     with_facts(path, schema_version="0")
     back = read_rollouts(path)
     assert (back.batch.weights, back.batch.old_logprobs) == (None, None)
     assert [d.reward_failure for d in back.details] == [None, None]
     assert back.details[0].sampling is None
+    assert back.details[0].pieces is None
     assert back.trajectories[0].ids == (5, 6, 2)
 
 

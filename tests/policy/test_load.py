@@ -1,5 +1,6 @@
 import json
 import shutil
+import socket
 
 import pytest
 import torch
@@ -226,6 +227,17 @@ def test_a_path_that_is_not_there(name):
 @pytest.mark.parametrize("name", ["nobody/no-such-model", "tinyy", "", "white space", "a--b/../c"])
 def test_an_unknown_hub_id(name):
     refused(name, "tiny")
+
+
+def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch):
+    def nowhere(host, port):
+        raise socket.gaierror(-2, f"{host} is unknown here")
+
+    monkeypatch.setattr(socket, "getaddrinfo", nowhere)
+    monkeypatch.setattr(load_module, "getproxies", dict)
+    monkeypatch.setattr(load_module.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(load_module, "read_pretrained", lambda *args, **kwargs: pytest.fail("tried all the same"))
+    refused("somebody/some-model", "is unknown here")
 
 
 def test_gguf_that_is_not_there(tmp_path):

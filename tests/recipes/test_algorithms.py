@@ -12,6 +12,7 @@ from rolecall.maths import advantages as adv
 from rolecall.policy.load import load
 from rolecall.policy.model import Outputs
 from rolecall.recipes.algorithms import ALGORITHMS, Knobs, need
+from rolecall.train.data import RowOrder
 from rolecall.train.step import trained
 
 A, B = ord("a"), ord("b")
@@ -45,7 +46,7 @@ def test_a_grpo_step_has_the_gradient_of_the_formula_through_all_logits():
     scores = torch.tensor(SCORES, dtype=torch.float64)
     advantages = (scores - scores.mean()) / (scores.std() + 1e-4)
     total = torch.zeros((), dtype=torch.float64)
-    for prompt in learner.order.__class__(4, seed=0).take(2):
+    for prompt in RowOrder(4, seed=0).take(2):
         start = policy.tokenizer(ROWS[prompt]["prompt"])["input_ids"]
         for answer, advantage in zip(ANSWERS, advantages, strict=True):
             ids = torch.tensor([[*start, *answer]])

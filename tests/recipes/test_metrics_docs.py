@@ -12,7 +12,7 @@ from rolecall.config.parts import OptimOptions
 from rolecall.config.sft import SFTOptions
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.records import Records
-from rolecall.recipes.rl import trajectory_of
+from rolecall.recipes.sampling import trajectory_of
 from rolecall.recipes.sft import SFTLearner
 from rolecall.train.loop import Loop, LoopOptions
 from rolecall.train.optim import make_optimizer

@@ -61,13 +61,15 @@ def test_a_rollouts_file_holds_what_was_sampled_and_computed(run_dir):
     assert (held.step, held.model, held.tokenizer) == (1, weights, "bytes")
     assert repr(held.trajectories) == repr(tuple(rollout.trajectories))  # NaN is not equal to itself
     assert [d.prompt for d in held.details] == list(rollout.rows)
-    assert [learner.rows[d.prompt]["prompt"] for d in held.details] == list(rollout.prompts)
+    assert [learner.collector.rows[d.prompt]["prompt"] for d in held.details] == list(rollout.prompts)
     assert [d.answer_text for d in held.details] == list(rollout.answers)
     assert [d.sample for d in held.details] == [0, 1, 2, 3] * 3
     assert {(d.seed, d.sampling) for d in held.details} == {(0, learner.sampling)}
     assert held.details[6].reward_failure == "even failed on prompt 1 sample 2"
     assert held.trajectories[6].scores == {"even": None, "constant": 0.25}
-    assert held.details[0].extras == {"length": len(rollout.trajectories[0].ids) - len(learner.rows[0]["prompt"])}
+    assert held.details[0].extras == {
+        "length": len(rollout.trajectories[0].ids) - len(learner.collector.rows[0]["prompt"])
+    }
     assert held.batch.scores is not None
     assert held.batch.scores.isnan().tolist() == [i == 6 for i in range(12)]
     assert set(held.batch.verdicts[6].tolist()) <= {

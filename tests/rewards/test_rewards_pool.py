@@ -142,6 +142,7 @@ def test_a_wrong_number_of_rewards_is_an_error_at_once(name, got):
         with pytest.raises(WrongCount, match=f"reward `{name}` returned {got} rewards for 3 answers") as caught:
             pool.score(answers("1", "2", "3"))
         assert (caught.value.name, caught.value.expected, caught.value.got) == (name, 3, got)
+        assert caught.value.exit_code == 1, "the run was under way: not a wrong call"
 
 
 def test_no_list_at_all_is_an_error_at_once():

@@ -82,6 +82,9 @@ def test_a_line_per_step_and_the_last_checkpoints_stay(tmp_path):
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert lines[3] == {"step": 4, "loss": 0.25, "skipped": 0.0}
     assert saved == ["step-000004", "step-000006"]
+    times = [json.loads(line) for line in (tmp_path / "run" / "timing.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in times] == [1, 2, 3, 4, 5, 6]
+    assert all(line["step_time"] >= line["collect"] for line in times)
 
 
 def test_save_every_0_saves_at_the_end_alone(tmp_path):

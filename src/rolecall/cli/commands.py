@@ -33,12 +33,14 @@ COMMANDS = (
         about="supervised fine-tuning on demonstrations",
         options="rolecall.config.sft:SFTOptions",
         run="rolecall.cli.train:sft",
+        plan="rolecall.config.sft:plan",
     ),
     Command(
         name="rm",
         about="a reward model from preferences",
         options="rolecall.config.rm:RMOptions",
         run="rolecall.cli.train:rm",
+        plan="rolecall.config.rm:plan",
     ),
     Command(
         name="rl",
@@ -55,6 +57,13 @@ COMMANDS = (
         plan="rolecall.config.marl:plan",
     ),
     Command(
+        name="audit",
+        about="look before training: model, template, rows and reward",
+        options="rolecall.config.audit:AuditOptions",
+        run="rolecall.cli.audit:run",
+        plan="rolecall.config.rl:plan",
+    ),
+    Command(
         name="eval",
         about="how good a model is on held-out rows",
         options="rolecall.config.eval:EvalOptions",
@@ -65,6 +74,12 @@ COMMANDS = (
         about="answers from a model, whole or token by token",
         options="rolecall.config.generate:GenerateOptions",
         run="rolecall.cli.generate:run",
+    ),
+    Command(
+        name="report",
+        about="a page to look at a run: curves, and answers token by token",
+        options="rolecall.config.report:ReportOptions",
+        run="rolecall.cli.report:run",
     ),
     Command(
         name="env",

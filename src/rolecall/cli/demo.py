@@ -5,16 +5,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rolecall.cli.train import display
-from rolecall.cli.visible import visible_text
 from rolecall.config.demo import DemoOptions
-from rolecall.jobs.demo import TASK, Demo, demo
+from rolecall.jobs.demo import LEARNS_FROM, TASK, Demo, demo
 from rolecall.train.progress import duration
-
-_ABOUT = {
-    "sft": "imitation",
-    "ppo": "reward model",
-    "grpo": "exact verifier",
-}
+from rolecall.visible import visible_text
 
 
 def run(options: DemoOptions) -> int:
@@ -41,7 +35,7 @@ def _table(made: Demo) -> Table:
         for name in ("accuracy", "avg@4"):
             gain = "" if stage is made.start else f"{100 * (numbers[name] - base[name]):+.1f}"
             cells += [f"{numbers[name]:.1%}", gain]
-        table.add_row(stage.name, _ABOUT[stage.name], *cells, duration(stage.seconds))
+        table.add_row(stage.name, LEARNS_FROM[stage.name], *cells, duration(stage.seconds))
     judged = made.reward_model.evaluations[-1]
     table.caption = f"the reward model ranks {judged['eval_accuracy']:.1%} of held-out pairs right"
     return table
@@ -67,7 +61,9 @@ def _answers(made: Demo) -> Table:
 def _next(console: Console, made: Demo) -> None:
     lines = [
         "",
-        f"The four runs lie in {made.path} and took {duration(made.seconds)} in all. Next, try:",
+        f"The four runs lie in {made.path} and took {duration(made.seconds)} in all. To look at them, open",
+        f"  {made.report}",
+        "Next, try:",
         f'  rolecall generate --model {made.grpo.path} --no-chat --prompt "sort 91372=" --show tokens',
         f"  rolecall eval --model {made.grpo.path} --rows {TASK} --samples 8 --against {made.start.path} "
         "--sampling.max_new_tokens 8",

@@ -3,9 +3,9 @@
 import json
 import sys
 
-from rolecall.cli.visible import visible_text
 from rolecall.config.eval import EvalOptions
 from rolecall.jobs.eval import run as evaluate
+from rolecall.visible import visible_text
 
 
 def run(options: EvalOptions) -> int:

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from math import isnan
 
-from rolecall.cli.visible import visible_text, visible_token
 from rolecall.config.generate import GenerateOptions
 from rolecall.jobs.generate import Answer, Generated, Prompt
 from rolecall.jobs.generate import run as generate
 from rolecall.maths.roles import Role
+from rolecall.visible import visible_text, visible_token
 
 
 def run(options: GenerateOptions) -> None:

@@ -56,6 +56,8 @@ def _finish(run: Run, command: str, *, quiet: bool) -> int:
         print(f"run: {run.path}")
         if code == ExitCode.DONE:
             print(f"model: {run.model}")
+        if run.report.is_file():
+            print(f"report: {run.report}")
         for line in run.evaluations[-1:]:
             shown = ", ".join(f"{n.removeprefix('eval_')} {v:.3f}" for n, v in line.items() if n.startswith("eval_"))
             print(f"last evaluation (step {line['step']}): {shown}")

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -35,9 +36,16 @@ result, each with the place it comes from; what it prints can be saved and used 
 def options_page() -> str:
     """The whole page: every dataclass in `rolecall.config` whose name ends in Options, by command."""
     lines = [_INTRODUCTION]
-    for name, options in commands():
+    found = dict(commands())
+    for name, options in found.items():
         section = schema(options)
         lines += ["", f"## rolecall {name}", "", section.about]
+        if base := next((other for other, its in found.items() if its in options.__mro__[1:]), None):
+            known = {(part.key, part.about) for part in schema(found[base]).parts}
+            own = tuple(part for part in section.parts if (part.key, part.about) not in known)
+            lines += ["", f"All keys and presets of [rolecall {base}](#rolecall-{base}), and"]
+            lines += _table(replace(section, parts=own))
+            continue
         for group in section.sections():
             lines += _table(group)
         lines += _presets(getattr(options, "presets", {}))

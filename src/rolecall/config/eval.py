@@ -12,10 +12,10 @@ class EvalOptions:
 
     model: str
     """`tiny`, a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
-    rows: str = "addition"
-    """Prompts: a file, a saved dataset, or a task (its test split)."""
+    rows: str | None = None
+    """Prompts: a file, a saved dataset, or a task (its test split). If not given, or if they are those the run in `model` learned from, the ones it held out."""
     reward: tuple[str, ...] = ()
-    """Reward functions, or a reward model's run. A task brings its own."""
+    """Reward functions, or a reward model's run. If not given: the task's own, or that of the run in `model`."""
     reward_deadline: float = 60.0
     """Seconds a reward function may take."""
     n: int = 256

@@ -7,6 +7,7 @@ text alone does not say what is meant: `none`, lists, and values in mappings who
     --prompt a --prompt b           a list of texts: the flag once for each
     --sampling.stop_ids 1,2         a list of numbers: commas, or the flag once for each; '' is the empty list
     --chat_template_kwargs.x true   a key of a mapping, read as YAML
+    runs/first                      the one option of a command that may be written without its flag
 """
 
 from collections import deque
@@ -54,6 +55,7 @@ class _Reader:
         self.problems: list[str] = []
         self._options = {option.flag: option for option in section.options()}
         self._options |= {option.key: option for option in section.options()}
+        self._bare = [option for option in section.options() if option.bare]
         self._switched = {s.key: s for s in section.sections() if s.optional}
 
     def read_one(self) -> None:
@@ -150,6 +152,8 @@ class _Reader:
         key = word.partition("=")[0]
         if "=" in word and (key in self._options or nearest(key, self.section)):
             self.problems.append(f"unexpected {word!r}: write it as --{word}")
+        elif self._bare and not word.startswith("-") and self._bare[0].key not in self.line.given:
+            self.line.given[self._bare[0].key] = word
         elif word.startswith("-") and word.lstrip("-").replace("-", "_") in self._options:
             self.problems.append(f"unexpected {word!r}: write it as -{word}")
         else:

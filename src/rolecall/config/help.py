@@ -18,7 +18,9 @@ def help_text(command: str, section: Section, *, presets: tuple[str, ...], about
     `about` names it."""
     if about:
         return "\n".join(_about(command, section, about.lstrip("-"), width))
-    required = [f"--{o.flag} {metavar(o)}" for o in section.options() if o.default is REQUIRED]
+    required = [
+        o.flag.upper() if o.bare else f"--{o.flag} {metavar(o)}" for o in section.options() if o.default is REQUIRED
+    ]
     lines = [
         section.about,
         "",
@@ -81,6 +83,8 @@ def _written(value: Any) -> str:
 
 
 def _usage(option: Option) -> str:
+    if option.bare:
+        return option.flag.upper()
     if option.switch:
         return f"--[no-]{option.flag}"
     if option.mapping:

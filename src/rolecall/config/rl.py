@@ -13,6 +13,7 @@ from rolecall.config.parts import (
     RunOptions,
     SaveOptions,
 )
+from rolecall.config.plan import logits_line, ranks_line
 from rolecall.config.sampling import Sampling
 
 
@@ -232,6 +233,8 @@ def plan(options: RLOptions) -> str:
         f"{options.sampling.max_new_tokens} tokens ({tokens:,} new tokens at most)",
         f"update: {o.epochs} passes x {o.minibatches} mini-batches = {o.epochs * o.minibatches} optimiser steps, "
         f"about {per_step} answers each, in micro-batches of up to {options.optim.token_budget:,} tokens",
+        ranks_line(options.prompts, "prompts"),
+        logits_line(options.model, options.optim.token_budget),
         f"old log-probs: {o.old_source}; reference: {'yes' if o.kl_coef else 'no'}; critic: {o.critic}",
         f"in all: {options.steps} steps, {options.steps * answers:,} answers, "
         f"{options.steps * o.epochs * o.minibatches:,} optimiser steps",

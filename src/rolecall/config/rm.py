@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from rolecall.config.parts import ChatOptions, HeldOutOptions, OptimOptions, PolicyOptions, RunOptions, SaveOptions
+from rolecall.config.plan import steps_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,3 +38,15 @@ class RMOptions(RunOptions):
             )
         if self.policy.lora_rank is not None:
             raise ValueError("a reward model trains all its weights: leave out policy.lora_rank")
+
+
+def plan(options: RMOptions) -> str:
+    """The batch plan that `--dry-run` prints."""
+    return steps_plan(
+        options.steps,
+        options.batch,
+        "pairs",
+        max_length=options.max_length,
+        token_budget=options.optim.token_budget,
+        model=options.model,
+    )

@@ -30,6 +30,8 @@ class Option:
     """Its name on the command line, without dashes; `metadata={"flag": …}` where that differs from the key."""
     known_as: tuple[str, ...]
     """Names other libraries have for it, from `metadata={"known_as": …}`; who writes one of them is told the key."""
+    bare: bool = False
+    """True if a word without a flag is its value, from `metadata={"bare": True}`: `rolecall report RUN`."""
 
     @property
     def name(self) -> str:
@@ -123,6 +125,7 @@ def _part(f: Field[Any], key: str, hint: Any, about: str, instance: Any) -> Opti
             about=about,
             flag=key[: len(key) - len(f.name)] + f.metadata.get("flag", f.name),
             known_as=tuple(f.metadata.get("known_as", ())),
+            bare=bool(f.metadata.get("bare", False)),
         )
     optional = NoneType in alternatives(hint)
     if len(alternatives(hint)) > 1 + optional:

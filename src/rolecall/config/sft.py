@@ -11,6 +11,7 @@ from rolecall.config.parts import (
     RunOptions,
     SaveOptions,
 )
+from rolecall.config.plan import steps_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,3 +45,15 @@ class SFTOptions(RunOptions):
         RunOptions.__post_init__(self)
         if self.steps < 1 or self.batch < 1:
             raise ValueError(f"steps and batch must be at least 1, got {self.steps} and {self.batch}")
+
+
+def plan(options: SFTOptions) -> str:
+    """The batch plan that `--dry-run` prints."""
+    return steps_plan(
+        options.steps,
+        options.batch,
+        "rows",
+        max_length=options.max_length,
+        token_budget=options.optim.token_budget,
+        model=options.model,
+    )

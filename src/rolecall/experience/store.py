@@ -36,6 +36,7 @@ from rolecall.types import Batch, Finish, Sampling, Trajectory
 _TURNS = list_of(
     pa.struct([pa.field("start", pa.int32(), nullable=False), pa.field("end", pa.int32(), nullable=False)])
 )
+_PIECES = list_of(pa.binary())
 _SAMPLING = pa.struct(
     [
         pa.field("temperature", pa.float64(), nullable=False),
@@ -54,7 +55,7 @@ _COMPUTED = ("old_logprobs", "ref_logprobs", "values", "rewards", "advantages", 
 
 ROLLOUTS = Format(
     name="rollouts",
-    version=1,
+    version=2,
     schema=pa.schema(
         [
             pa.field("step", pa.int64(), nullable=False),
@@ -75,6 +76,7 @@ ROLLOUTS = Format(
             pa.field("sampling", _SAMPLING),
             pa.field("turns", _TURNS, nullable=False),
             pa.field("ids", IDS, nullable=False),
+            pa.field("pieces", _PIECES),
             pa.field("roles", CODES, nullable=False),
             pa.field("verdicts", CODES),
             pa.field("behaviour_logprobs", FLOATS),
@@ -104,6 +106,9 @@ class RolloutDetails:
     """Which of the prompt's answers it is, as the engine counts them."""
     reward_failure: str | None = None
     """Why there is no score."""
+    pieces: tuple[bytes, ...] | None = None
+    """What each token writes, in UTF-8, to look at; a character may be spread over several tokens. For an episode, what
+    was done at each step. None if nobody said."""
     extras: Mapping[str, object] = field(default_factory=dict)
     """Anything else that JSON can hold."""
 
@@ -150,6 +155,11 @@ def write_rollouts(
         )
     tokens = {name: Ragged.of([getattr(t, name) for t in trajectories], dtype) for name, dtype in _TOKENS.items()}
     lengths = tokens["ids"].lengths
+    for row, (trajectory, held) in enumerate(zip(trajectories, details, strict=True)):
+        if held.pieces is not None and len(held.pieces) != len(trajectory.ids):
+            raise ValueError(
+                f"row {row} has {len(held.pieces)} pieces but {len(trajectory.ids)} ids; give one for each"
+            )
     _check_same(trajectories, batch, tokens)
     columns = _from_trajectories(trajectories) | _from_details(details)
     columns |= {name: rows.column(ROLLOUTS.schema.field(name).type) for name, rows in tokens.items()}
@@ -224,6 +234,7 @@ def _to_trajectories(table: pa.Table, ragged: Mapping[str, Ragged]) -> tuple[Tra
 
 def _from_details(details: Sequence[RolloutDetails]) -> dict[str, Any]:
     columns: dict[str, Any] = {name: [getattr(d, name) for d in details] for name in ("prompt", "sample", "seed")}
+    columns["pieces"] = [None if d.pieces is None else list(d.pieces) for d in details]
     for name in ("prompt_text", "answer_text", "reward_failure"):
         columns[name] = [_storable(getattr(d, name)) for d in details]
     settings = {sampling: asdict(sampling) for sampling in {d.sampling for d in details} if sampling is not None}
@@ -236,6 +247,7 @@ def _to_details(table: pa.Table) -> tuple[RolloutDetails, ...]:
     names = ("prompt", "sample", "seed", "prompt_text", "answer_text", "reward_failure")
     columns = {name: table[name].to_pylist() for name in names}
     columns["sampling"] = [_to_sampling(settings) for settings in table["sampling"].to_pylist()]
+    columns["pieces"] = [None if pieces is None else tuple(pieces) for pieces in table["pieces"].to_pylist()]
     columns["extras"] = [json.loads(extras) for extras in table["extras"].to_pylist()]
     return tuple(RolloutDetails(**row) for row in row_by_row(columns))
 

@@ -8,7 +8,7 @@ from typing import Any
 from rolecall.config.parts import ChatOptions, HeldOutOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel
-from rolecall.policy.render import render, render_pair
+from rolecall.policy.render import Rendered, render, render_pair
 from rolecall.recipes.sampling import prompt_request
 from rolecall.rewards.pool import RewardPool
 from rolecall.rewards.records import Reward
@@ -16,6 +16,7 @@ from rolecall.tasks.builtin import demonstrations
 from rolecall.tasks.kinds import Record, kind_of, record
 from rolecall.tasks.names import resolve
 from rolecall.tasks.rows import ListRows, RowError, Rows, place_of, split
+from rolecall.train.timing import Timer
 from rolecall.types import Sampling, Trajectory
 
 RowsSource = str | Sequence[Mapping[str, Any]]
@@ -69,6 +70,7 @@ def open_reward(
     weights: Sequence[float] | None,
     deadline_s: float,
     columns: Sequence[str] | None = None,
+    timer: Timer | None = None,
 ) -> Reward:
     """The reward: functions in worker processes, or a reward model's run or directory.
 
@@ -87,6 +89,8 @@ def open_reward(
         weight = 1.0 if weights is None else weights[0]
         return RewardModelReward.load(model_directory(chosen[0]), weight=weight)
     pool = stack.enter_context(RewardPool(list(chosen), weights=weights, deadline_s=deadline_s))
+    if timer is not None:
+        pool.advance = timer.advance
     if columns is not None:
         pool.check_columns(columns)
     return pool
@@ -145,7 +149,7 @@ def rendered_rows(
     for number in range(len(rows)):
         found = record(rows[number], kind, number=place_of(rows, number))
         try:
-            rendered = _render(found, policy, chat)
+            rendered = rendered_row(found, policy=policy, chat=chat)
         except Exception as error:  # a chat template is a program of the model's author and may raise anything
             raise RowError(f"{place_of(rows, number)} cannot be rendered: {' '.join(str(error).split())}") from error
         if len(rendered.ids) <= limit:
@@ -163,7 +167,8 @@ def rendered_rows(
     return kept, len(rows) - len(kept)
 
 
-def _render(found: Record, policy: LoadedModel, chat: ChatOptions) -> Any:
+def rendered_row(found: Record, *, policy: LoadedModel, chat: ChatOptions) -> Rendered:
+    """A demonstration as tokens with roles."""
     how: dict[str, Any] = {
         "chat_template_kwargs": chat.chat_template_kwargs or None,
         "stop_ids": policy.stop_ids,

@@ -5,18 +5,22 @@ which way. A reward model learns from preferences between right answers and the 
 from that reward model, GRPO from the exact verifier, both from the same start. All four are ordinary runs; nothing here can do what the other commands cannot.
 """
 
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rolecall.errors import UserError
+from rolecall.files import write_atomically
 from rolecall.jobs.eval import eval as evaluate
 from rolecall.jobs.generate import generate
+from rolecall.jobs.report import report_at_the_end
 from rolecall.jobs.rl import rl
 from rolecall.jobs.rm import rm
-from rolecall.jobs.running import Run, model_directory
+from rolecall.jobs.running import Run, model_directory, next_free
 from rolecall.jobs.sft import sft
+from rolecall.look.run import FORMAT
 from rolecall.recipes.evaluate import Evaluation
 from rolecall.tasks.builtin import demonstrations
 from rolecall.tasks.names import find_task
@@ -30,6 +34,10 @@ _DEMONSTRATIONS = 4000
 _ASKED = 1000
 """Problems whose wrong answers become preference pairs."""
 _SAMPLING = {"max_new_tokens": 8}
+_SHOWN = 8
+"""Problems that the start got wrong, for the report."""
+LEARNS_FROM = {"sft": "imitation", "ppo": "reward model", "grpo": "exact verifier"}
+"""What each policy of the demo learns from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +61,11 @@ class Demo:
     ppo: Stage
     grpo: Stage
     seconds: float
+
+    @property
+    def report(self) -> Path:
+        """The page to look at it."""
+        return self.path / "report.html"
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -128,7 +141,40 @@ def demo(*, out: str | None = None, seed: int = 0, quiet: bool = False, progress
         **common,
     )
     grpo = finished("grpo", run, now)
-    return Demo(path=place, start=start, reward_model=judge, ppo=ppo, grpo=grpo, seconds=time.monotonic() - begun)
+    made = Demo(path=place, start=start, reward_model=judge, ppo=ppo, grpo=grpo, seconds=time.monotonic() - begun)
+    write_atomically(place / "demo.json", json.dumps(_about(made), indent=1).encode())
+    report_at_the_end(place)
+    return made
+
+
+def _about(made: Demo) -> dict[str, Any]:
+    """demo.json: what the runs' own files do not say."""
+    start = made.start.evaluation
+    wrong = [i for i, score in enumerate(start.scores) if not score][:_SHOWN]
+    rows = {row["prompt"]: row for row in find_task(TASK).rows("test", n=_ROWS)}
+    return {
+        "format": FORMAT,
+        "task": TASK,
+        "rows": len(start.answers),
+        "runs": ["sft", "reward-model", "ppo", "grpo"],
+        "stages": [
+            {
+                "name": stage.name,
+                "learns_from": LEARNS_FROM[stage.name],
+                "seconds": stage.seconds,
+                "numbers": stage.evaluation.numbers,
+            }
+            for stage in made.stages
+        ],
+        "answers": [
+            {
+                "prompt": start.prompts[i],
+                "answers": [stage.evaluation.answers[i] for stage in made.stages],
+                "gold": find_task(TASK).gold(rows[start.prompts[i]]) if start.prompts[i] in rows else "",
+            }
+            for i in wrong
+        ],
+    }
 
 
 def mixed_demonstrations() -> list[dict[str, Any]]:
@@ -159,8 +205,13 @@ def mistakes(model: str, *, seed: int) -> list[dict[str, Any]]:
 
 def _place(out: str | None) -> Path:
     if out is not None:
-        return Path(out).expanduser()
-    number = 1
-    while (Path("runs") / f"demo-{number}").exists():
-        number += 1
-    return Path("runs") / f"demo-{number}"
+        path = Path(out).expanduser()
+        if (path / "run.json").exists():
+            raise UserError(f"{out} is a run; the demo makes four runs inside a directory of its own: choose another")
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{out} is a file; the demo makes four runs inside a directory: choose another")
+        for name in ("sft", "reward-model", "ppo", "grpo"):
+            if (path / name).exists():
+                raise UserError(f"{path / name} is there already; choose another directory for the demo's four runs")
+        return path
+    return next_free("demo")

@@ -20,6 +20,7 @@ from rolecall.policy.heads import Critic, RewardModel, ScalarHead
 from rolecall.policy.load import LoadedModel, load
 from rolecall.policy.lora import add_adapter, has_adapter, merged
 from rolecall.policy.model import PolicyModel
+from rolecall.policy.token_text import token_bytes
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.guard import Guard
 from rolecall.recipes.records import Records
@@ -108,6 +109,7 @@ def _build(
         weights=options.reward_weights,
         deadline_s=options.reward_deadline,
         columns=train.columns,
+        timer=timer,
     )
     policy = open_policy(options.model, options)
     for some in (train, test):
@@ -123,6 +125,7 @@ def _build(
         optimizer,
         token_budget=options.optim.token_budget,
         max_grad_norm=options.optim.max_grad_norm,
+        timer=timer,
     )
     engine = sampler(policy, options)
     guard = Guard(
@@ -145,7 +148,8 @@ def _build(
     )
 
     def record(run: RunDir) -> None:
-        learner.watches.append(Records(run, options, model=engine.hash, tokenizer=fingerprint(policy)))
+        spell = partial(token_bytes, policy.tokenizer)
+        learner.watches.append(Records(run, options, model=engine.hash, tokenizer=fingerprint(policy), pieces=spell))
 
     evaluate = None
     if test is not None:
@@ -159,6 +163,7 @@ def _build(
             samples=options.eval.samples,
             seed=options.seed,
             reference=reference,
+            timer=timer,
         )
     return build_policy(
         learner,

@@ -82,7 +82,14 @@ def _build(
         ).pairs
     optimizer = make_optimizer(model, options.optim)
     module, optimizer = accelerator.prepare(model, optimizer)
-    updater = Updater(accelerator, module, optimizer, token_budget=budget, max_grad_norm=options.optim.max_grad_norm)
+    updater = Updater(
+        accelerator,
+        module,
+        optimizer,
+        token_budget=budget,
+        max_grad_norm=options.optim.max_grad_norm,
+        timer=timer,
+    )
     learner = RewardModelLearner(options, updater=updater, pairs=pairs.pairs)
 
     def write(directory: Path, extra: dict[str, Any]) -> None:

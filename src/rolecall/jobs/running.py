@@ -23,6 +23,8 @@ from rolecall.config.merge import to_dict
 from rolecall.config.parts import RunOptions
 from rolecall.errors import UserError
 from rolecall.files import DiskError, write_atomically
+from rolecall.jobs.report import report_at_the_end
+from rolecall.look.run import FORMAT
 from rolecall.policy.load import LoadedModel, save
 from rolecall.policy.lora import export, has_adapter
 from rolecall.policy.model import PolicyModel
@@ -109,6 +111,11 @@ class Run:
         return self.path / "model"
 
     @property
+    def report(self) -> Path:
+        """The page to look at it."""
+        return self.path / "report.html"
+
+    @property
     def evaluations(self) -> list[dict[str, Any]]:
         """The lines with evaluations, the one before the first step included."""
         return [line for line in self.metrics if any(name.startswith("eval_") for name in line)]
@@ -118,7 +125,7 @@ Build = Callable[[Any, Accelerator, Timer, ExitStack], Built]
 
 
 def execute(command: str, options: Any, build: Build, *, progress: Progress | None = None) -> Run:
-    """Run a job from its options: make or resume the run directory, build, loop, write the model."""
+    """Run a job from its options: make or resume the run directory, build, loop, write the model and the report."""
     if options.extend:
         options = replace(options, steps=options.steps + options.extend)
     if progress is None:
@@ -133,6 +140,8 @@ def execute(command: str, options: Any, build: Build, *, progress: Progress | No
         raise UserError(str(error), exit_code=ExitCode.DISK) from error
     except (RunDirError, LockedError, CheckpointError) as error:
         raise UserError(str(error)) from error
+    if accelerator.is_main_process:
+        report_at_the_end(run.path)
     accelerator.free_memory()
     gc.collect()  # wrapped models hold the process group, and hang if they outlive it
     accelerator.end_training()
@@ -141,16 +150,16 @@ def execute(command: str, options: Any, build: Build, *, progress: Progress | No
 
 def _execute(command: str, options: Any, build: Build, progress: Progress, accelerator: Accelerator, path: Path) -> Run:
     with ExitStack() as stack:
-        timer = Timer(on_phase=progress.phase)
+        timer = Timer(watcher=progress)
         # The directory is made, or an old run removed, only when rows, rewards and models have been found good.
         check_new(path.parent, path.name, resume=options.resume, overwrite=options.overwrite)
         built = build(options, accelerator, timer, stack)
+        config = configuration(options)
+        log = _trackers(accelerator, options, config, path)
         run = None
         if accelerator.is_main_process:
-            run = stack.enter_context(
-                RunDir(path.parent, path.name, resume=options.resume, overwrite=options.overwrite)
-            )
-        config = configuration(options)
+            run = stack.enter_context(_open(command, options, path))
+            path = run.path
         if run is not None:
             built.watch_run(run)
 
@@ -164,11 +173,11 @@ def _execute(command: str, options: Any, build: Build, progress: Progress, accel
             progress=progress,
             timer=timer,
             agree=lambda flag: _largest(accelerator, flag),
-            log=_trackers(accelerator, options, config, path),
+            log=log,
         )
         resumed = _resume(path, run, built, loop, config) if options.resume else None
         if run is not None:
-            _describe(run, command, config, resumed)
+            _describe(run, command, config, resumed, processes=accelerator.num_processes)
         start = 0 if resumed is None else resumed.step
         outcome = loop.go(start=start, title=f"{command} in {path}")
         if run is not None and _has_result(outcome, built):
@@ -231,12 +240,26 @@ def _accelerator(options: RunOptions) -> Accelerator:
 
 
 def _place(command: str, options: RunOptions) -> Path:
-    if options.out is not None:
-        return Path(options.out).expanduser()
+    return next_free(command) if options.out is None else Path(options.out).expanduser()
+
+
+def next_free(command: str) -> Path:
+    """runs/COMMAND-NUMBER with the first number that is not taken."""
     number = 1
     while (Path("runs") / f"{command}-{number}").exists():
         number += 1
     return Path("runs") / f"{command}-{number}"
+
+
+def _open(command: str, options: RunOptions, path: Path) -> RunDir:
+    """The run's directory. If its name is one of ours and another job took it in the meantime, the next free one."""
+    while True:
+        try:
+            return RunDir(path.parent, path.name, resume=options.resume, overwrite=options.overwrite)
+        except (RunDirError, LockedError):
+            if options.out is not None or not path.exists():
+                raise
+            path = next_free(command)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,18 +302,20 @@ def _matters(name: str, old: object, new: object, config: Mapping[str, Any]) -> 
     return name == "eval.held_out" or not name.startswith(("save.", "eval."))
 
 
-def _describe(run: RunDir, command: str, config: Mapping[str, Any], resumed: Resumed | None) -> None:
+def _describe(run: RunDir, command: str, config: Mapping[str, Any], resumed: Resumed | None, *, processes: int) -> None:
     """config.json and run.json."""
     history = json.loads(run.run.read_text()).get("resumed", []) if run.run.is_file() else []
     if resumed is not None:
         history.append({"step": resumed.step, "changed": resumed.changed, "bit_exact": resumed.bit_exact})
     about = {
+        "format": FORMAT,
         "command": command,
         "arguments": sys.argv[1:],
         "seed": config.get("seed"),
         "versions": {name: version(name) for name in ("rolecall", "torch", "transformers", "accelerate")},
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
+        "processes": processes,
         "resumed": history,
     }
     write_atomically(run.config, json.dumps(config, indent=1).encode())
@@ -320,5 +345,11 @@ def _trackers(
         return lambda metrics, step: None
     flat = {name: value for name, value, _ in checkpoint.differences(config, {})}
     plain = {name: value for name, value in flat.items() if isinstance(value, int | float | str | bool)}
-    accelerator.init_trackers(path.name, config=plain)
+    try:
+        accelerator.init_trackers(path.name, config=plain)
+    except Exception as error:  # a tracker's own: not logged in, no connection …
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"{' or '.join(options.save.trackers)} cannot start: {why}; or leave out save.trackers"
+        ) from error
     return lambda metrics, step: accelerator.log(dict(metrics), step=step)

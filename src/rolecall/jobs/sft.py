@@ -76,6 +76,7 @@ def _build(
         optimizer,
         token_budget=options.optim.token_budget,
         max_grad_norm=options.optim.max_grad_norm,
+        timer=timer,
     )
     return build_policy(
         SFTLearner(options, updater=updater, demonstrations=trajectories),

@@ -9,14 +9,18 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
+from huggingface_hub import constants, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -237,8 +241,32 @@ def _read_directory(directory: str, *, dtype: Dtype) -> tuple[Any, Any]:
     return _read(directory, dtype=dtype)
 
 
+def _check_hub(name: str) -> None:
+    """Say at once that a model is not here and the hub cannot be reached, instead of after many tries."""
+    try:
+        known = isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except ValueError as error:  # no hub id at all
+        raise _not_had(name, _first_line(error)) from error
+    if known or constants.HF_HUB_OFFLINE or getproxies():
+        return
+    host = urlsplit(constants.ENDPOINT).hostname
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise _not_had(name, f"{host}: {error.strerror}") from error
+
+
+def _not_had(name: str, why: str) -> LoadError:
+    return LoadError(
+        f"model {name!r} is neither 'tiny' nor a local directory or .gguf file, and cannot be had from the "
+        f"Hugging Face hub; check the name and the connection ({why})"
+    )
+
+
 def _read(name: str, *, dtype: Dtype) -> tuple[Any, Any]:
     local = Path(name).is_dir()
+    if not local:
+        _check_hub(name)
     try:
         model = read_pretrained(AutoModelForCausalLM, name, dtype=dtype)
     except LoadError:
@@ -248,10 +276,7 @@ def _read(name: str, *, dtype: Dtype) -> tuple[Any, Any]:
             raise LoadError(
                 f"model {name!r} cannot be read as a causal language model: {_first_line(error)}"
             ) from error
-        raise LoadError(
-            f"model {name!r} is neither 'tiny' nor a local directory or .gguf file, and cannot be had from the "
-            f"Hugging Face hub; check the name and the connection ({_first_line(error)})"
-        ) from error
+        raise _not_had(name, _first_line(error)) from error
     try:
         return model, AutoTokenizer.from_pretrained(name)
     except _READ_ERRORS as error:

@@ -19,12 +19,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd import Function
 
+from rolecall.config.plan import CHUNK_LOGITS
+
 Hidden = Float[Tensor, "n width"]
 Weight = Float[Tensor, "vocab width"]
 PerToken = Float[Tensor, "n"]
-
-_CHUNK_ELEMENTS = 2**23
-"""Logits held at a time: 8M entries, 32 MB in fp32. Larger chunks are no faster on CPU."""
 
 
 class TokenScores(NamedTuple):
@@ -300,7 +299,7 @@ def _logit_gradient(
 
 
 def _chunk_for(weight: Tensor) -> int:
-    return max(16, _CHUNK_ELEMENTS // weight.shape[0])
+    return max(16, CHUNK_LOGITS // weight.shape[0])
 
 
 def _chunks(n: int, chunk: int) -> Iterator[slice]:

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from rolecall.policy.logprobs import Head, fused_loss, token_logprobs
+from rolecall.policy.trunk import Trunk
 
 
 class Outputs(NamedTuple):
@@ -35,6 +36,7 @@ class PolicyModel(nn.Module):
         if value_head is not None and critic is not None:
             raise ValueError("give a value head on the shared trunk or a separate critic, not both")
         self.model, self.value_head, self.critic = model, value_head, critic
+        self._policy_trunk: Trunk | None = None  # made when the model is on its device
 
     @property
     def has_values(self) -> bool:
@@ -53,11 +55,11 @@ class PolicyModel(nn.Module):
 
         The loss path computes the head's gradient on the way, in chunks of whole rows.
         """
-        hidden = self._trunk()(input_ids=ids, use_cache=False).last_hidden_state
         # Token t is read from the hidden state at t - 1; token 0 has none before it.
         asked = wanted[:, 1:]
-        picked, targets = hidden[:, :-1][asked], ids[:, 1:][asked]
-        values = self._values(ids, hidden, asked)
+        targets = ids[:, 1:][asked]
+        picked = self._hidden(ids, asked)
+        values = self._values(ids, picked, asked)
         head = self._head(temperature)
 
         def unpick(x: Tensor, rows: slice) -> Tensor:
@@ -91,14 +93,11 @@ class PolicyModel(nn.Module):
         spread = None if values is None else unpick(values.detach(), everything)
         # A micro-batch in which nothing trains still reaches every parameter, with gradient 0 (DDP waits for all of them).
         idle = (
-            0.0 * (hidden.sum() + head.weight.sum() + (0 if values is None else values.sum()))
+            0.0 * (picked.sum() + head.weight.sum() + (0 if values is None else values.sum()))
             if not len(targets)
             else 0.0
         )
         return fused.loss + idle, Outputs(unpick(fused.logprobs, everything), unpick(fused.entropy, everything), spread)
-
-    def _trunk(self) -> nn.Module:
-        return self._language_model().get_decoder()
 
     def _language_model(self) -> Any:
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
@@ -106,12 +105,26 @@ class PolicyModel(nn.Module):
     def _head(self, temperature: float) -> Head:
         return head_of(self._language_model(), temperature)
 
-    def _values(self, ids: Tensor, hidden: Tensor, asked: Tensor) -> Tensor | None:
+    def _trunk(self) -> Trunk:
+        if self._policy_trunk is None:
+            self._policy_trunk = Trunk(self._language_model())
+        return self._policy_trunk
+
+    def _hidden(self, ids: Tensor, asked: Tensor) -> Tensor:
+        """[n, width] what the asked tokens are read from."""
+        return self._trunk()(ids, nn.functional.pad(asked, (0, 1)))
+
+    def _values(self, ids: Tensor, picked: Tensor, asked: Tensor) -> Tensor | None:
         if self.value_head is not None:
-            return _wide(self.value_head(hidden[:, :-1][asked]).flatten())
+            return _wide(self.value_head(picked).flatten())
         if self.critic is not None:
             return _wide(self.critic(ids)[:, 1:][asked])
         return None
+
+
+def shares_prefixes(module: nn.Module) -> bool:
+    """True if rows that begin alike are cheaper together: micro-batches should keep groups whole."""
+    return isinstance(module, PolicyModel) and module._trunk().is_flat
 
 
 def _wide(x: Tensor) -> Tensor:

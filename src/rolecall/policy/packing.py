@@ -15,12 +15,16 @@ def right_padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return ids, lengths
 
 
-def micro_batches(lengths: Tensor, *, token_budget: int) -> list[Tensor]:
+def micro_batches(lengths: Tensor, *, token_budget: int, groups: Tensor | None = None) -> list[Tensor]:
     """Row indices cut into micro-batches of at most `token_budget` tokens after padding, rows of like length together.
 
     Longest first, so that what does not fit fails at once. A row longer than the budget is a micro-batch of its own.
+    With `groups`, rows of a group stay beside each other, which is for models that compute what they share once.
     """
     order = lengths.argsort(descending=True, stable=True)
+    if groups is not None:
+        rank = {group: i for i, group in reversed(list(enumerate(groups[order].tolist())))}
+        order = order[torch.tensor([rank[group] for group in groups[order].tolist()]).argsort(stable=True)]
     parts: list[Tensor] = []
     while len(order):
         count = max(1, min(len(order), token_budget // max(1, int(lengths[order[0]]))))

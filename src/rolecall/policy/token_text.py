@@ -1,30 +1,42 @@
-"""The text of single tokens, for people to look at. A token may be a piece of a character."""
+"""What single tokens write, for people to look at. A token may be a piece of a character."""
 
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 from rolecall.policy.tiny import byte_characters
 
+_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
+"""How a tokenizer that falls back to bytes names one."""
+
 
 def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """What each token writes, special tokens by name. A byte that is no whole character is written `\\xe2`."""
-    return [_text(tokenizer, int(i)) for i in ids]
+    return [piece.decode("utf-8", errors="backslashreplace") for piece in token_bytes(tokenizer, ids)]
 
 
-def _text(tokenizer: Any, token: int) -> str:
+def token_bytes(tokenizer: Any, ids: Sequence[int]) -> list[bytes]:
+    """What each token writes as UTF-8, special tokens by name. A character may be spread over several tokens."""
+    known = {token: _bytes(tokenizer, token) for token in {int(i) for i in ids}}
+    return [known[int(i)] for i in ids]
+
+
+def _bytes(tokenizer: Any, token: int) -> bytes:
     text: str = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     name = tokenizer.convert_ids_to_tokens(token)
     if name is None:  # a row of the head that the tokenizer does not use
-        return f"<unused {token}>"
+        return f"<unused {token}>".encode()
     if "\ufffd" in text:
+        if byte := _FALLBACK.fullmatch(name):
+            return bytes([int(byte[1], 16)])
         known = _bytes_of_characters()
         if all(character in known for character in name):
-            return bytes(known[character] for character in name).decode("utf-8", errors="backslashreplace")
-        return str(name)  # <0xE2> of a tokenizer that falls back to bytes
+            return bytes(known[character] for character in name)
+        return str(name).encode()
     if name.startswith("▁") and not text.startswith(" "):
-        return f" {text}"  # decoding drops the space in front of the first word
-    return text
+        text = f" {text}"  # decoding drops the space in front of the first word
+    return text.encode()
 
 
 @cache

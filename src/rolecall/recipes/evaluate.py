@@ -11,12 +11,13 @@ from rolecall.experience.batches import collate
 from rolecall.maths.kl import kl_estimate
 from rolecall.maths.roles import TrainRule
 from rolecall.policy.load import LoadedModel
-from rolecall.recipes.sampling import answer_text, as_completion, prompt_request, trajectory_of
+from rolecall.recipes.sampling import answer_text, answered, as_completion, prompt_request, trajectory_of
 from rolecall.rewards.records import Reward, Sample
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
 from rolecall.train.reference import Reference
 from rolecall.train.score import score
+from rolecall.train.timing import Timer
 from rolecall.types import Completion, Request, Sampling
 
 _STEP = 2**40
@@ -50,11 +51,13 @@ class Evaluator:
         seed: int = 0,
         reference: Reference | None = None,
         token_budget: int = 8192,
+        timer: Timer | None = None,
     ) -> None:
         """With `samples` > 1 also avg@k and pass@k and, given a reference, the KL to it on those samples."""
         self.policy, self.engine, self.reward, self.rows = policy, engine, reward, rows
         self.sampling, self.chat, self.samples, self.seed = sampling, chat, samples, seed
         self.reference, self.token_budget = reference, token_budget
+        self.timer = timer or Timer()
 
     def __call__(self, step: int) -> dict[str, float]:
         """The numbers alone."""
@@ -110,7 +113,7 @@ class Evaluator:
             prompt_request(self.policy, row, self.chat, sampling, n=n, seed=self.seed, step=_STEP, prompt=i)
             for i, row in enumerate(self.rows)
         ]
-        return requests, self.engine.generate(requests)
+        return requests, answered(self.engine, requests, self.timer)
 
     def _score(self, completions: Sequence[Completion], answers: Sequence[str]) -> list[float | None]:
         samples = [

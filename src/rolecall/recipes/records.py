@@ -31,9 +31,21 @@ class Records:
     A file that finds no room is counted and said, and training goes on.
     """
 
-    def __init__(self, run: RunDir, options: RLOptions, *, model: Callable[[], str], tokenizer: str) -> None:
-        """`model()` is the fingerprint of the weights at this moment, such as `engine.hash`; `tokenizer` is one too."""
+    def __init__(
+        self,
+        run: RunDir,
+        options: RLOptions,
+        *,
+        model: Callable[[], str],
+        tokenizer: str,
+        pieces: Callable[[Sequence[int]], list[bytes]] | None = None,
+    ) -> None:
+        """`model()` is the fingerprint of the weights at this moment, such as `engine.hash`; `tokenizer` is one too.
+
+        `pieces(ids)` is what each token writes; without it the record holds ids alone.
+        """
         self.run, self.options, self.model, self.tokenizer = run, options, model, tokenizer
+        self._spell, self._spelt = pieces, dict[int, bytes]()
         self.rule = TrainRule(stop=options.algorithm.train_stop)
         self._lost = 0
 
@@ -76,6 +88,7 @@ class Records:
                 prompt=row,
                 sample=trajectory.episode,
                 reward_failure=scored.failure,
+                pieces=self._pieces(trajectory.ids),
                 extras=_as_json(scored.extras),
             )
             for prompt, answer, row, trajectory, scored in zip(
@@ -100,6 +113,13 @@ class Records:
             model=self.model(),
             tokenizer=self.tokenizer,
         )
+
+    def _pieces(self, ids: Sequence[int]) -> tuple[bytes, ...] | None:
+        if self._spell is None:
+            return None
+        new = sorted(set(ids) - self._spelt.keys())
+        self._spelt |= zip(new, self._spell(new), strict=True)
+        return tuple(self._spelt[i] for i in ids)
 
     def _updates(self, path: Path, rollout: Rollout, steps: Sequence[MiniStep]) -> None:
         rows: list[UpdateRow] = []

@@ -22,13 +22,12 @@ from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter, merged
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.algorithms import ALGORITHMS, Algorithm, Knobs
+from rolecall.recipes.collect import Answers, Collector
 from rolecall.recipes.experience import MiniStep, Rollout, Watch
 from rolecall.recipes.measure import finish, in_words, measure_rollout, measure_update
-from rolecall.recipes.sampling import answer_text, as_completion, prompt_request, trajectory_of
-from rolecall.rewards.records import Reward, Sample
+from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
-from rolecall.train.data import RowOrder
 from rolecall.train.metrics import Meter
 from rolecall.train.optim import lr_factor, set_lr
 from rolecall.train.reference import Reference
@@ -59,7 +58,7 @@ class RLLearner:
     ) -> None:
         """`advantage` and `loss` replace the algorithm's own: an algorithm of the user's."""
         self.options, self.policy, self.module, self.updater = options, policy, module, updater
-        self.engine, self.reward, self.rows, self.reference = engine, reward, rows, reference
+        self.engine, self.reward, self.reference = engine, reward, reference
         self.watches, self._own_advantage, self._own_loss = list(watches), advantage, loss
         self.timer = timer or Timer()
         if options.prompts < updater.accelerator.num_processes:
@@ -70,7 +69,16 @@ class RLLearner:
         o = options.algorithm
         self.rule = TrainRule(stop=o.train_stop)
         self.sampling = options.sampling
-        self.order = RowOrder(len(rows), seed=options.seed)
+        self.collector: Collector = Answers(
+            options,
+            policy=policy,
+            engine=engine,
+            reward=reward,
+            rows=rows,
+            timer=self.timer,
+            rank=updater.accelerator.process_index,
+            ranks=updater.accelerator.num_processes,
+        )
         self.kl: FixedKL | AdaptiveKL = FixedKL(coef=o.kl_coef)
         if o.kl_target is not None:
             self.kl = AdaptiveKL(coef=o.kl_coef, target=o.kl_target, horizon=o.kl_horizon)
@@ -82,56 +90,21 @@ class RLLearner:
     # -- rolling out ---------------------------------------------------------------------------------------------
 
     def collect(self, step: int) -> Rollout:
-        """Sample answers to the next prompts, score them, and make them a batch that is ready to train."""
-        chosen = self._mine(self.order.take(self.options.prompts))
-        rows = [self.rows[i] for i in chosen]
-        seed = self.options.seed + self.updater.accelerator.process_index * 2**32
-        requests = [
-            prompt_request(
-                self.policy,
-                row,
-                self.options.chat,
-                self.sampling,
-                n=self.options.samples,
-                seed=seed,
-                step=step,
-                prompt=i,
-            )
-            for i, row in enumerate(rows)
-        ]
-        with self.timer.phase("generate"):
-            completions = self.engine.generate(requests)
-        trajectories = [trajectory_of(requests[c.prompt], c, group=self._group(step, c.prompt)) for c in completions]
-        answers = [answer_text(self.policy, c) for c in completions]
-        samples = [
-            Sample(
-                prompt=rows[c.prompt]["prompt"],
-                completion=as_completion(rows[c.prompt]["prompt"], answer),
-                completion_ids=c.ids,
-                row=rows[c.prompt],
-                prompt_index=c.prompt,
-                sample_index=c.sample,
-            )
-            for c, answer in zip(completions, answers, strict=True)
-        ]
-        with self.timer.phase("reward"):
-            scored = self.reward.score(samples, state={"global_step": step})
-        trajectories = [
-            dataclasses.replace(t, scores=dict(s.scores)) for t, s in zip(trajectories, scored, strict=True)
-        ]
+        """Sample and score the next answers, and make them a batch that is ready to train."""
+        found = self.collector.collect(step)
         with self.timer.phase("score"):
-            batch, kl, algorithm = self._prepare(trajectories, [s.total for s in scored])
+            batch, kl, algorithm = self._prepare(found.trajectories, [s.total for s in found.scored])
         rollout = Rollout(
             step=step,
-            trajectories=trajectories,
-            prompts=[self.policy.tokenizer.decode(requests[c.prompt].prompt_ids) for c in completions],
-            answers=answers,
-            scored=scored,
+            trajectories=found.trajectories,
+            prompts=found.prompts,
+            answers=found.answers,
+            scored=found.scored,
             batch=batch,
             kl=kl,
             kl_coef=self.kl.coef,
-            rows=[chosen[c.prompt] for c in completions],
-            seed=requests[0].seed,
+            rows=found.rows,
+            seed=found.seed,
             algorithm=algorithm,
         )
         self._meter = Meter()
@@ -290,7 +263,7 @@ class RLLearner:
         """All that continues exactly, beside the policy's weights and optimiser."""
         refreshed = self.reference is not None and self.options.algorithm.reference_every is not None
         return {
-            "order": self.order.state_dict(),
+            "collector": self.collector.state_dict(),
             "kl_coef": self.kl.coef,
             "baseline": dataclasses.asdict(self.baseline),
             "policy_version": self.engine.version,
@@ -299,7 +272,7 @@ class RLLearner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`; the policy's weights must be loaded already."""
-        self.order.load_state_dict(state["order"])
+        self.collector.load_state_dict(state["collector"])
         if isinstance(self.kl, AdaptiveKL):  # a fixed coefficient is a setting, which may have been changed
             self.kl = dataclasses.replace(self.kl, coef=state["kl_coef"])
         self.baseline = EMABaseline(**state["baseline"])
@@ -309,14 +282,6 @@ class RLLearner:
 
     # -- pieces --------------------------------------------------------------------------------------------------
 
-    def _mine(self, indices: Sequence[int]) -> Sequence[int]:
-        accelerator = self.updater.accelerator
-        return indices[accelerator.process_index :: accelerator.num_processes]
-
-    def _group(self, step: int, prompt: int) -> int:
-        accelerator = self.updater.accelerator
-        return step * self.options.prompts + prompt * accelerator.num_processes + accelerator.process_index
-
     def _score(self, module: torch.nn.Module, batch: Batch, wanted: Tensor) -> Any:
         return score(
             module,
@@ -325,6 +290,7 @@ class RLLearner:
             temperature=self.sampling.scoring_temperature,
             token_budget=self.options.optim.token_budget,
             device=self.updater.accelerator.device,
+            timer=self.timer,
         )
 
     def _values_behind(self, batch: Batch, cut_off: Tensor) -> Tensor:

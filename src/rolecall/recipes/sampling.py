@@ -1,6 +1,6 @@
 """From a row to a request, and from a completion back to text and a trajectory."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,8 @@ from rolecall.config.parts import ChatOptions
 from rolecall.maths.roles import Role, response_roles
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.render import render
+from rolecall.rollout.engine import Engine, in_order
+from rolecall.train.timing import Timer
 from rolecall.types import Completion, Finish, Request, Sampling, Trajectory
 
 
@@ -33,6 +35,12 @@ def prompt_request(
         stop_ids=policy.stop_ids,
     )
     return Request(prompt_ids=rendered.ids, sampling=sampling, n=n, seed=seed, step=step, prompt=prompt)
+
+
+def answered(engine: Engine, requests: Sequence[Request], timer: Timer) -> list[Completion]:
+    """All answers in order; the timer's watcher is told of each as it ends."""
+    asked = sum(request.n for request in requests)
+    return in_order(requests, timer.counted(engine.stream(requests), total=asked, unit="answers"))
 
 
 def answer_text(policy: LoadedModel, completion: Completion) -> str:

@@ -5,7 +5,7 @@ import pickle
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import fsum
 from multiprocessing.connection import wait
 from time import monotonic, sleep
@@ -61,6 +61,7 @@ class RewardPool:
         self._failed: dict[str, int] = dict.fromkeys(self.names, 0)
         self._silent: set[str] = set()
         self._columns: tuple[tuple[str, ...], ...] = ()
+        self.advance: Callable[[int, int, str], None] = lambda done, total, unit: None
         self._verifiers = tuple(p.name for p in packed if p.module in BUILT_IN.values())
         self._workers: list[Worker] = []
         self._end = weakref.finalize(self, _end, self._workers)
@@ -101,6 +102,10 @@ class RewardPool:
                 while not this.finished:
                     self._hand_out(this)
                     self._listen(this)
+                    self.advance(this.known, len(samples) * len(self.names), "rewards")
+            except RewardError as error:  # the run was under way: not a mistake of the command line
+                error.exit_code = 1
+                raise
             finally:  # after an error or Ctrl-C, no worker goes on with what nobody waits for
                 for worker in [w for w in self._workers if w.job is not None]:
                     self._replace(worker)

@@ -58,6 +58,11 @@ class Round:
         """True when no job is queued or running."""
         return self._open == 0
 
+    @property
+    def known(self) -> int:
+        """How many rewards and failures are known, over all functions."""
+        return sum(map(len, self.values)) + sum(map(len, self.failures))
+
     def payload(self, job: Job) -> bytes:
         """What the worker gets."""
         chosen = [self._samples[index] for index in job.samples]

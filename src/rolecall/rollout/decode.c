@@ -1,6 +1,6 @@
 /* One decoding step's small pieces, each fused into one pass: what torch does in many calls over tiny tensors.
  *
- * Compiled at first use by kernels.py for the machine it runs on; llama.py and sampler.py hold the same maths in torch.
+ * Compiled at first use by policy/compiled.py for the machine it runs on; llama.py and sampler.py hold the same maths in torch.
  * Everything is computed in float, whatever the storage type. Work is split over rows and heads in a fixed order, so the
  * same input gives the same bits.
  */

@@ -2,7 +2,7 @@
 
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -34,7 +34,7 @@ class Engine(Protocol):
         ...
 
 
-def in_order(requests: Sequence[Request], completions: Iterator[Completion]) -> list[Completion]:
+def in_order(requests: Sequence[Request], completions: Iterable[Completion]) -> list[Completion]:
     """What a stream yields, in the order of the requests and of their samples."""
     found = {(c.prompt, c.sample): c for c in completions}
     return [found[r.prompt, r.first_sample + i] for r in requests for i in range(r.n)]

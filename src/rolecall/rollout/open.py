@@ -5,10 +5,10 @@ from typing import Literal
 
 import torch
 
+from rolecall.policy.families import unsupported
 from rolecall.policy.load import LoadedModel
 from rolecall.rollout.engine import Engine
 from rolecall.rollout.hf import HFEngine
-from rolecall.rollout.llama import unsupported
 from rolecall.rollout.native import NativeEngine
 
 EngineName = Literal["auto", "native", "hf"]

@@ -10,6 +10,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,10 @@ Row = dict[str, Any]
 
 _BLOCK = 1 << 13
 """Bytes of lines parsed at a time. More are slower: the garbage collector then walks over the rows."""
+
+
+_BLOCK_ROWS = 64
+"""Rows parsed at a time when all are read."""
 
 
 class RowError(UserError):
@@ -101,7 +106,12 @@ class JsonRows:
         return row
 
     def __iter__(self) -> Iterator[Row]:
-        return (self[index] for index in range(len(self)))
+        for first in range(0, len(self), _BLOCK_ROWS):
+            last = min(first + _BLOCK_ROWS, len(self))
+            bounds = [*self._starts[first:last], self._starts[last] if last < len(self) else len(self._bytes)]
+            lines = [self._bytes[start:end] for start, end in pairwise(bounds)]
+            rows = _parse_block(lines)
+            yield from rows if rows is not None else (self[index] for index in range(first, last))
 
     def place(self, index: int) -> str:
         """The file and the line."""
@@ -276,7 +286,7 @@ def _index_lines(path: Path) -> tuple["array[int]", tuple[str, ...]]:
             position = 3
         file.seek(position)
         while lines := file.readlines(_BLOCK):
-            rows = _parse_block(lines)
+            rows: Sequence[Row | None] | None = _parse_block(lines)
             if rows is None:
                 rows = [_parse_line(path, number, line) for number, line in enumerate(lines, first_number)]
             for row, line in zip(rows, lines, strict=True):
@@ -291,7 +301,7 @@ def _index_lines(path: Path) -> tuple["array[int]", tuple[str, ...]]:
     return starts, tuple(columns)
 
 
-def _parse_block(lines: Sequence[bytes]) -> list[Row | None] | None:
+def _parse_block(lines: Sequence[bytes]) -> list[Row] | None:
     """All lines in one go, which is faster; None if any is not an object.
 
     Every line gets brackets of its own, so that half an object on one line and half on the next is not taken for one.

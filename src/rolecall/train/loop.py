@@ -160,7 +160,7 @@ class Loop:
 
     def _one(self, step: int) -> dict[str, float]:
         """One step; steps count from 0 inside learners and from 1 in files."""
-        with self.timer.phase("step"):
+        with self.timer.phase("step_time"):
             with self.timer.phase("collect"):
                 experience = self.learner.collect(step - 1)
             with self.timer.phase("update"):

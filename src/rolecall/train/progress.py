@@ -19,6 +19,10 @@ class Progress(Protocol):
         """A phase of the step begins."""
         ...
 
+    def advance(self, done: int, total: int, unit: str) -> None:
+        """Of the phase's `total` units, such as answers, `done` are done."""
+        ...
+
     def step(self, step: int, metrics: Mapping[str, float], sentence: str) -> None:
         """A step is done; the sentence says what it did."""
         ...
@@ -37,17 +41,22 @@ class Quiet:
 
     def begin(self, title: str, *, start: int, steps: int) -> None: ...
     def phase(self, name: str) -> None: ...
+    def advance(self, done: int, total: int, unit: str) -> None: ...
     def step(self, step: int, metrics: Mapping[str, float], sentence: str) -> None: ...
     def say(self, text: str) -> None: ...
     def end(self) -> None: ...
 
 
 class Lines:
-    """Plain log lines: one for the first step, then at most one every few seconds, and one for everything said."""
+    """Plain log lines: one for the first step, then at most one every few seconds, and one for everything said.
 
-    def __init__(self, *, every_s: float = 5.0) -> None:
+    A phase that takes long says from time to time how far it has come.
+    """
+
+    def __init__(self, *, every_s: float = 5.0, phase_every_s: float = 20.0) -> None:
         self._every, self._last = every_s, -float("inf")
         self._steps, self._start, self._begun = 0, 0, time.monotonic()
+        self._phase_every, self._phase, self._phase_begun, self._phase_last = phase_every_s, "", 0.0, 0.0
 
     def begin(self, title: str, *, start: int, steps: int) -> None:
         """Name the run."""
@@ -55,7 +64,19 @@ class Lines:
         _log.info("%s: steps %d to %d", title, start + 1, steps)
 
     def phase(self, name: str) -> None:
-        """Phases are too short for lines."""
+        """Most phases are too short for a line."""
+        self._phase, self._phase_begun = name, time.monotonic()
+        self._phase_last = self._phase_begun
+
+    def advance(self, done: int, total: int, unit: str) -> None:
+        """One line if nothing was said for long."""
+        now = time.monotonic()
+        if now - max(self._phase_last, self._last) < self._phase_every:
+            return
+        self._phase_last = now
+        rate = done / (now - self._phase_begun)
+        left = duration((total - done) / rate)
+        _log.info("%s: %d of %d %s, %.3g a second, %s left", self._phase, done, total, unit, rate, left)
 
     def step(self, step: int, metrics: Mapping[str, float], sentence: str) -> None:
         """One line if the last is old enough."""

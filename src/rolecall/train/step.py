@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from rolecall.experience.batches import lengths_of, micro_batches
 from rolecall.maths.reduce import denominator_of, position_weights
 from rolecall.maths.roles import Verdict
-from rolecall.policy.model import Outputs
+from rolecall.policy.model import Outputs, shares_prefixes
+from rolecall.train.timing import Timer
 from rolecall.types import Batch
 
 
@@ -80,17 +81,23 @@ class Updater:
         *,
         token_budget: int,
         max_grad_norm: float | None,
+        timer: Timer | None = None,
     ) -> None:
         """`module` and `optimizer` come from `accelerator.prepare`; a micro-batch holds up to `token_budget` tokens."""
         self.accelerator, self.module, self.optimizer = accelerator, module, optimizer
         self.token_budget, self.max_grad_norm = token_budget, max_grad_norm
+        self.timer = timer or Timer()
 
     def step(self, batch: Batch, loss: Loss, *, temperature: float, record: bool = False) -> StepResult:
         """Forward and backward over all micro-batches, then one optimiser step if everything is finite."""
         if not int(self._over_ranks(trained(batch).sum(), "sum")):
             return self._nothing(batch)
         tally = _Tally(batch, *self._denominators(batch, loss), record=record)
-        parts = micro_batches(lengths_of(batch), token_budget=self.token_budget)
+        parts = micro_batches(
+            lengths_of(batch),
+            token_budget=self.token_budget,
+            groups=batch.groups if shares_prefixes(self.accelerator.unwrap_model(self.module)) else None,
+        )
         total: dict[str, float] = {}
 
         def is_finite() -> bool:
@@ -128,6 +135,7 @@ class Updater:
             context = nullcontext() if i == rounds - 1 else self.accelerator.no_sync(self.module)
             with context:
                 backward(rows)
+            self.timer.advance(i + 1, rounds, "micro-batches")
         loss_was_finite = loss_is_finite()
         grad_norm = float(self._clip())
         finite = loss_was_finite and math.isfinite(grad_norm)

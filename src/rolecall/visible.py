@@ -1,4 +1,4 @@
-"""Text that a model wrote, made safe for a terminal: what would act on it or hide in it is shown as an escape."""
+"""Text that a model wrote, made safe to show: what would act on it or hide in it is shown as an escape."""
 
 import unicodedata
 

@@ -1,0 +1,55 @@
+"""Lines that the batch plans of several commands share."""
+
+import json
+import os
+from pathlib import Path
+
+CHUNK_LOGITS = 2**23
+"""Logits that exist at a time while training, whatever the batch: 8M entries, 32 MB in fp32."""
+TINY_VOCABULARY = 259
+
+
+def steps_plan(steps: int, batch: int, what: str, *, max_length: int, token_budget: int, model: str) -> str:
+    """The plan of a command that takes one optimiser step per batch of rows."""
+    return "\n".join(
+        [
+            f"one step: {batch} {what} of up to {max_length} tokens, one optimiser step, in micro-batches of up to "
+            f"{token_budget:,} tokens",
+            ranks_line(batch, what),
+            logits_line(model, token_budget),
+            f"in all: {steps:,} steps, {steps * batch:,} {what}",
+        ]
+    )
+
+
+def ranks_line(count: int, what: str) -> str:
+    """How a step is shared by the processes that torchrun started, if it did."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1:
+        return "ranks: 1"
+    return f"ranks: {ranks}, each with {count // ranks} to {-(-count // ranks)} of the {count} {what}"
+
+
+def logits_line(model: str, token_budget: int) -> str:
+    """What the logits of a micro-batch would take, and what they do take."""
+    vocabulary = vocabulary_of(model)
+    if vocabulary is None:
+        return f"logits: at most {4 * CHUNK_LOGITS // 2**20} MB at a time, in chunks, whatever the vocabulary"
+    whole, held = 4 * vocabulary * token_budget, 4 * min(CHUNK_LOGITS, vocabulary * token_budget)
+    return (
+        f"logits: {held / 2**20:.0f} MB at a time, in chunks (a whole micro-batch of {token_budget:,} tokens x "
+        f"vocabulary {vocabulary:,} would take {whole / 2**20:,.0f} MB)"
+    )
+
+
+def vocabulary_of(model: str) -> int | None:
+    """The size of a model's vocabulary, as far as it is known without loading anything."""
+    if model == "tiny":
+        return TINY_VOCABULARY
+    path = Path(model).expanduser()
+    for place in (path / "model" / "config.json", path / "config.json"):
+        try:
+            return int(json.loads(place.read_text())["vocab_size"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None

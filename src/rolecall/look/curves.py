@@ -1,0 +1,205 @@
+"""Charts as inline SVG in a card each. Without scripts they are pictures with a text; with them they can be read out."""
+
+from collections.abc import Callable, Sequence
+from math import ceil, floor, isfinite, log10
+
+from rolecall.look.charts import Chart, Series
+from rolecall.look.page import Data, text
+
+_WIDTH, _HEIGHT = 360, 150
+_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 8, 20
+_POINTS = 400
+"""More than can be told apart in a card; of longer runs each stretch keeps its extremes."""
+_COLOURS = 8
+_Scale = Callable[[float], float]
+"""From a number to a place in the picture."""
+
+
+def curve_cards(name: str, charts: Sequence[Chart]) -> tuple[str, Data]:
+    """The cards, and the numbers for the script. `name` is unique on the page."""
+    cards, held = [], {}
+    for i, chart in enumerate(charts):
+        short = _thinned(chart)
+        key = f"{name}-{i}"
+        cards.append(_card(key, short))
+        held[key] = {
+            "xs": list(short.xs),
+            "series": [{"label": s.label, "ys": [_short(y) for y in s.ys]} for s in short.series],
+            "box": [_LEFT, _TOP, _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM, _WIDTH],
+        }
+    return f'<div class="cards">{"".join(cards)}</div>', Data(id=f"curves-{name}", value=held)
+
+
+def in_words(chart: Chart) -> str:
+    """The chart as a sentence per line."""
+    parts = []
+    for series in chart.series:
+        there = [(x, y) for x, y in zip(chart.xs, series.ys, strict=True) if y is not None]
+        if there:
+            (x0, y0), (x1, y1) = there[0], there[-1]
+            low, high = min(y for _, y in there), max(y for _, y in there)
+            parts.append(
+                f"{series.label} goes from {_told(y0)} at step {x0} to {_told(y1)} at step {x1}, "
+                f"between {_told(low)} and {_told(high)}"
+            )
+    return f"{chart.title}: {'; '.join(parts)}."
+
+
+def _card(key: str, chart: Chart) -> str:
+    legend = "".join(
+        f'<li><svg viewBox="0 0 22 10" aria-hidden="true">{_sample(i, stacked=chart.stacked)}</svg>'
+        f"{text(series.label)} <b>{text(_last(series))}</b></li>"
+        for i, series in enumerate(chart.series)
+    )
+    first, last = (chart.xs[0], chart.xs[-1]) if chart.xs else (0, 0)
+    about = f'<p class="about">{text(chart.about)}</p>' if chart.about else ""
+    return (
+        f'<figure class="card"><figcaption><h4>{text(chart.title)}</h4>{about}</figcaption>'
+        f'<div class="plot" id="{key}" tabindex="0" role="slider" aria-label="{text(chart.title)} by step" '
+        f'aria-valuemin="{first}" aria-valuemax="{last}" aria-valuenow="{last}">'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{text(in_words(chart))}">{_drawn(chart)}</svg></div>'
+        f'<ul class="key">{legend}<li class="at">step {last}</li></ul></figure>'
+    )
+
+
+def _drawn(chart: Chart) -> str:
+    tops = _stacked(chart.series) if chart.stacked else [list(s.ys) for s in chart.series]
+    there = [y for ys in tops for y in ys if y is not None]
+    low, high = (min(there), max(there)) if there else (0.0, 1.0)
+    ticks = _ticks(min(low, 0.0) if chart.stacked or _near_zero(low, high) else low, high)
+    low, high = min(ticks[0], low), max(ticks[-1], high)
+    x0, x1 = (chart.xs[0], chart.xs[-1]) if chart.xs else (0, 1)
+
+    def x(step: float) -> float:
+        return _LEFT + (step - x0) / ((x1 - x0) or 1) * (_WIDTH - _LEFT - _RIGHT)
+
+    def y(value: float) -> float:
+        return _TOP + (high - value) / ((high - low) or 1) * (_HEIGHT - _TOP - _BOTTOM)
+
+    marks = [
+        f'<line class="{"zero" if tick == 0 else "grid"}" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
+        f'<text x="{_LEFT - 6}" y="{y(tick) + 3.5:.1f}" text-anchor="end">{_tick(tick)}</text>'
+        for tick in ticks
+    ]
+    for step, anchor in [(x0, "start"), (x1, "end")] if x1 > x0 else [(x0, "start")]:
+        marks.append(f'<text x="{x(step):.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{step}</text>')
+    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    marks.append(f'<text x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">step</text>')
+    if chart.stacked:
+        shapes = _areas(chart.xs, tops, x, y)
+    else:
+        shapes = [_line(i, chart.xs, ys, x, y) for i, ys in enumerate(tops)]
+    cross = f'<line class="cross" x1="0" x2="0" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
+    return "".join([*marks, *shapes, cross])
+
+
+def _line(i: int, xs: Sequence[int], ys: Sequence[float | None], x: _Scale, y: _Scale) -> str:
+    """One path, broken where there is no value; a value between two gaps is a dot."""
+    path, dots, run = [], [], list[str]()
+    for step, value in [*zip(xs, ys, strict=True), (0, None)]:
+        if value is not None:
+            run.append(f"{x(step):.1f} {y(value):.1f}")
+        elif run:
+            path.append(f"M{'L'.join(run)}")
+            if len(run) == 1:
+                cx, cy = run[0].split()
+                dots.append(f'<circle class="d{i % _COLOURS}" cx="{cx}" cy="{cy}" r="2.5"/>')
+            run = []
+    return f'<path class="line k{i % _COLOURS}" d="{"".join(path)}"/>{"".join(dots)}'
+
+
+def _areas(xs: Sequence[int], tops: Sequence[Sequence[float | None]], x: _Scale, y: _Scale) -> list[str]:
+    shapes, below = [], [0.0] * len(xs)
+    for i, ys in enumerate(tops):
+        above = [value or 0.0 for value in ys]
+        there = [(x(step), y(value)) for step, value in zip(xs, above, strict=True)]
+        back = [(x(step), y(value)) for step, value in zip(xs, below, strict=True)][::-1]
+        if len(xs) == 1:  # one step still is an area
+            there, back = (
+                [(_LEFT, there[0][1]), (_LEFT + 12, there[0][1])],
+                [(_LEFT + 12, back[0][1]), (_LEFT, back[0][1])],
+            )
+        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in [*there, *back])
+        shapes.append(f'<polygon class="area d{i % _COLOURS}" points="{points}"/>')
+        below = above
+    return shapes
+
+
+def _sample(i: int, *, stacked: bool) -> str:
+    if stacked:
+        return f'<rect class="d{i % _COLOURS}" x="4" width="10" height="10" rx="2"/>'
+    return f'<path class="line k{i % _COLOURS}" d="M1 5H21"/>'
+
+
+def _stacked(series: Sequence[Series]) -> list[list[float | None]]:
+    tops: list[list[float | None]] = []
+    for one in series:
+        below = tops[-1] if tops else [0.0] * len(one.ys)
+        tops.append([(b or 0.0) + (v or 0.0) for b, v in zip(below, one.ys, strict=True)])
+    return tops
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Three to five round numbers that enclose the range, or nearly."""
+    if high == low:
+        low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if high else (0.0, 1.0)
+    rough = (high - low) / 3
+    size = 10.0 ** floor(log10(rough))
+    step = size * next(m for m in (1, 2, 2.5, 5, 10) if m * size >= rough * 0.999)
+    first, last = floor(low / step + 1e-9), ceil(high / step - 1e-9)
+    return [k * step for k in range(first, last + 1)]
+
+
+def _near_zero(low: float, high: float) -> bool:
+    """Whether 0 is so near that the axis may as well begin there."""
+    return low > 0 and low <= 0.35 * high
+
+
+def _thinned(chart: Chart) -> Chart:
+    """Of a long run each stretch keeps the steps with its extremes."""
+    n = len(chart.xs)
+    if n <= _POINTS:
+        return chart
+    keep = {0, n - 1}
+    bucket = n / (_POINTS / (2 * len(chart.series)))
+    for start in range(ceil(n / bucket)):
+        inside = range(int(start * bucket), min(n, int((start + 1) * bucket)))
+        for series in chart.series:
+            there = [i for i in inside if series.ys[i] is not None]
+            if there:
+                keep |= {min(there, key=lambda i: series.ys[i] or 0.0), max(there, key=lambda i: series.ys[i] or 0.0)}
+    chosen = sorted(keep)
+    return Chart(
+        name=chart.name,
+        title=chart.title,
+        about=chart.about,
+        xs=[chart.xs[i] for i in chosen],
+        series=[Series(label=s.label, ys=[s.ys[i] for i in chosen]) for s in chart.series],
+        stacked=chart.stacked,
+    )
+
+
+def _last(series: Series) -> str:
+    there = [y for y in series.ys if y is not None]
+    return _told(there[-1]) if there else "–"
+
+
+def _told(value: float) -> str:
+    """Four digits at most."""
+    if value == 0 or not isfinite(value):
+        return "0" if value == 0 else str(value)
+    if abs(value) >= 1e5 or abs(value) < 1e-3:
+        return f"{value:.3g}"
+    return f"{value:.4g}"
+
+
+def _tick(value: float) -> str:
+    """Short enough to stand beside the axis: 5.5e-4 rather than 0.00055."""
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return _told(value)
+    digits, _, power = f"{value:.1e}".partition("e")
+    return f"{digits.removesuffix('.0')}e{int(power)}"
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")

@@ -1,0 +1,285 @@
+"""A step's record as samples for the token view: which trajectories to show, and all that is known of each position."""
+
+import random
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from rolecall.errors import UserError
+from rolecall.experience.parquet import Ragged, StoreError, read_table
+from rolecall.experience.store import ROLLOUTS
+from rolecall.experience.updates import UPDATES
+from rolecall.look.losses import PREFIX, loss_terms, row_sums
+from rolecall.look.tokens import Pass, Sample, Span
+from rolecall.maths.kl import KINDS, kl_estimate
+from rolecall.maths.roles import Role, Verdict
+from rolecall.types import Finish
+
+BUDGET = 20_000
+"""Positions that a step may put into a page; beyond it, only chosen trajectories are shown, without their group."""
+
+_MARKS = re.compile(r"<\|[^|<>]*\|>(?:system|user|assistant|tool)?")
+_COLUMNS = {
+    "behaviour_logprobs": "behaviour_logprob",
+    "old_logprobs": "old_logprob",
+    "ref_logprobs": "ref_logprob",
+    "values": "value",
+    "rewards": "reward",
+    "returns": "return",
+    "advantages": "advantage",
+    "weights": "weight",
+}
+"""The columns of a rollouts file, and what the view calls them."""
+_UPDATE_COLUMNS = {"logprobs": "logprob", "ratio": "ratio", "weights": "weight"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """The files of one step."""
+
+    step: int
+    rollouts: pa.Table
+    updates: pa.Table | None
+    """None if the file is not kept."""
+
+
+def read_step(step: int, rollouts: Path, updates: Path | None) -> StepRecord:
+    """Read them; a file that cannot be read is a `UserError`."""
+    try:
+        return StepRecord(
+            step=step,
+            rollouts=read_table(rollouts, ROLLOUTS)[0],
+            updates=None if updates is None else read_table(updates, UPDATES)[0],
+        )
+    except StoreError as error:
+        raise UserError(str(error)) from error
+
+
+def choose(record: StepRecord, *, clip: tuple[float, float] | None) -> dict[int, list[str]]:
+    """Rows worth a look, and why: the best, the worst, the longest, one cut off, the most clipped, one at random."""
+    table = record.rollouts
+    score = np.array([np.nan if s is None else s for s in table["score"].to_pylist()], np.float64)
+    pull = _pull(record)
+    chosen: dict[int, list[str]] = {}
+
+    def take(label: str, rows: Iterable[int], key: Any) -> None:
+        found = list(rows)
+        if found:
+            chosen.setdefault(max(found, key=key), []).append(label)
+
+    known = np.flatnonzero(~np.isnan(score)).tolist()
+    cut_off = [i for i, finish in enumerate(table["finish"].to_pylist()) if _cut_off(finish)]
+    lengths = _answer_lengths(table)
+    take("best", known, lambda i: (score[i], pull[i], -i))
+    take("worst", known, lambda i: (-score[i], pull[i], -i))
+    take("longest", range(len(table)), lambda i: (lengths[i], -i))
+    take("truncated", cut_off, lambda i: (pull[i], lengths[i], -i))
+    clipped = _clipped_counts(record, clip)
+    take("most clipped", np.flatnonzero(clipped).tolist(), lambda i: (clipped[i], -i))
+    take("pulls hardest", np.flatnonzero(pull > 0).tolist(), lambda i: (pull[i], -i))
+    take("reward failed", [i for i, why in enumerate(table["reward_failure"].to_pylist()) if why], lambda i: -i)
+    by_chance = random.Random(record.step).randrange(len(table))
+    take("random", [by_chance], lambda i: i)
+    return chosen
+
+
+def samples(
+    record: StepRecord, *, clip: tuple[float, float] | None, kl_kind: str, unit: str
+) -> tuple[list[Sample], int]:
+    """The chosen trajectories, then as many others of their groups as there is room for; and how many had none."""
+    table, chosen = record.rollouts, choose(record, clip=clip)
+    lengths = Ragged.read(table["ids"]).lengths
+    # The agents of an episode belong side by side, as the answers to a prompt do.
+    groups = table["episode" if unit == "step" else "group"].to_pylist()
+    wanted = [groups[row] for row in chosen]
+    others = [row for row in range(len(table)) if groups[row] in wanted and row not in chosen]
+    others.sort(key=lambda row: wanted.index(groups[row]))
+    room = BUDGET - int(sum(lengths[row] for row in chosen))
+    kept: list[int] = []
+    for row in others:
+        if lengths[row] <= room:
+            kept.append(row)
+            room -= int(lengths[row])
+    passes = _passes(record, {*chosen, *kept})
+    rows = [*chosen, *sorted(kept)]
+    several = len(set(table["agent"].to_pylist())) > 1
+    held = table.take(rows).to_pylist()
+    made = [
+        replace(
+            _sample(row, chosen.get(i, []), passes.get(i, []), kl_kind=kl_kind, several=several, unit=unit), place=i
+        )
+        for i, row in zip(rows, held, strict=True)
+    ]
+    return made, len(others) - len(kept)
+
+
+def _sample(
+    row: Mapping[str, Any], labels: Sequence[str], passes: Sequence[Pass], *, kl_kind: str, several: bool, unit: str
+) -> Sample:
+    numbers = {name: row[column] for column, name in _COLUMNS.items() if row[column] is not None}
+    now = row["old_logprobs"] or row["behaviour_logprobs"]
+    if now is not None and row["ref_logprobs"] is not None:
+        numbers["kl"] = _kl(now, row["ref_logprobs"], kl_kind)
+    who = f", {row['agent']}" if several else ""
+    number = row["episode"] if row["sample"] is None or several else row["sample"]
+    what = "episode" if unit == "step" or several else "answer"
+    facts = [("score", "none" if row["score"] is None else f"{row['score']:.4g}"), ("ended by", row["finish"])]
+    facts += [(f"score, {name}", "failed" if part is None else f"{part:.4g}") for name, part in row["scores"]]
+    if row["reward_failure"]:
+        facts.append(("reward failed", row["reward_failure"]))
+    facts.append((f"{unit}s", str(len(row["ids"]))))
+    facts.append(("author", row["author"]))
+    if several:
+        facts.append(("agent", row["agent"]))
+    if len(row["turns"]) > 1:
+        facts.append(("turns", str(len(row["turns"]))))
+    facts.append(("policy version", str(row["policy_version"])))
+    if row["prompt"] is not None:
+        facts.append(("row of the data", str(row["prompt"])))
+    short, asked = f"{what} {number}{who}", shortened(row["prompt_text"])
+    beside = f"episode {row['episode']}" if unit == "step" else f"group {row['group']}"
+    return Sample(
+        title=f"{short}{' of' if unit == 'step' else ' to'} “{asked}”" if asked else f"{short} of {beside}",
+        short=short,
+        labels=labels,
+        pieces=[str(i).encode() for i in row["ids"]] if row["pieces"] is None and unit == "step" else row["pieces"],
+        ids=row["ids"],
+        roles=row["roles"],
+        verdicts=row["verdicts"],
+        numbers=numbers,
+        passes=passes,
+        spans=spans_of(row, acts="acts" if unit == "step" else "answer"),
+        facts=facts,
+        group=beside + (f", “{asked}”" if asked else ""),
+    )
+
+
+def shortened(text: str, most: int = 48) -> str:
+    """The end of a text, where the question stands, on one line and without a chat template's marks."""
+    line = " ".join(_MARKS.sub(" ", text).split())
+    return line if len(line) <= most else f"…{line[1 - most :]}"
+
+
+def spans_of(row: Mapping[str, Any], *, acts: str = "answer") -> list[Span]:
+    """Who wrote what: the turns of the policy, and between them what was given or observed.
+
+    `acts` is what its part is called where there are no turns to count.
+    """
+    roles, turns = row["roles"], [(t["start"], t["end"]) for t in row["turns"]]
+    turn_of = {i: k for k, (start, end) in enumerate(turns) for i in range(start, end)}
+    spans: list[Span] = []
+    for i, role in enumerate(roles):
+        turn = turn_of.get(i)
+        if turn is not None or (not turns and role in (Role.CONTENT, Role.STOP)):
+            label = (
+                f"turn {turn + 1}, {row['author']}"
+                if len(turns) > 1 and turn is not None
+                else f"{acts}, {row['author']}"
+            )
+        else:
+            label = {Role.PROMPT: "prompt"}.get(role, Role(role).name.replace("_", " ").lower())
+        if spans and spans[-1].label == label:
+            spans[-1] = Span(start=spans[-1].start, end=i + 1, label=label)
+        else:
+            spans.append(Span(start=i, end=i + 1, label=label))
+    return spans
+
+
+def _passes(record: StepRecord, wanted: set[int]) -> dict[int, list[Pass]]:
+    """What the first and the last optimiser step that saw a trajectory did with it."""
+    if record.updates is None:
+        return {}
+    table, terms = record.updates, loss_terms(record.updates)
+    rows: dict[int, list[int]] = {}
+    places = zip(table["rollout_step"].to_pylist(), table["trajectory"].to_pylist(), strict=True)
+    for i, (step, trajectory) in enumerate(places):
+        if step == record.step and trajectory in wanted:
+            rows.setdefault(trajectory, []).append(i)
+    out: dict[int, list[Pass]] = {}
+    for trajectory, found in rows.items():
+        ends = [found[0], found[-1]] if len(found) > 1 else found
+        out[trajectory] = [_pass(row, terms) for row in table.take(ends).to_pylist()]
+    return out
+
+
+def _pass(row: Mapping[str, Any], terms: Sequence[str]) -> Pass:
+    numbers = {name: row[column] for column, name in _UPDATE_COLUMNS.items() if row[column] is not None}
+    shares = {term: row[PREFIX + term] for term in terms if row[PREFIX + term] is not None}
+    trained = [verdict == Verdict.TRAINED for verdict in row["verdicts"]]
+    if shares:
+        total = [sum(parts) for parts in zip(*shares.values(), strict=True)]
+        numbers["contribution"] = _where(trained, total)
+    if len(shares) > 1:
+        numbers |= {f"contribution/{term}": _where(trained, share) for term, share in shares.items()}
+    label = f"epoch {row['epoch'] + 1}, mini-batch {row['minibatch'] + 1}"
+    return Pass(label=label, numbers=numbers, verdicts=row["verdicts"])
+
+
+def _where(trained: Sequence[bool], values: Sequence[float]) -> list[float | None]:
+    """None where a position does not train, unless something is there nevertheless: that must show."""
+    return [value if here or value != 0 else None for here, value in zip(trained, values, strict=True)]
+
+
+def _kl(now: Sequence[float | None], ref: Sequence[float | None], kind: str) -> list[float | None]:
+    """The run's own estimate at each position that has both log-probs."""
+    both = [a is not None and b is not None for a, b in zip(now, ref, strict=True)]
+    if not any(both):
+        return [None] * len(both)
+    first, second = (torch.tensor([[0.0 if v is None else v for v in values]]) for values in (now, ref))
+    found = kl_estimate(first, second, torch.tensor([both]), kind=kind if kind in KINDS else "k1")[0].tolist()
+    return [value if here else None for here, value in zip(both, found, strict=True)]
+
+
+def _cut_off(finish: str) -> bool:
+    return finish in set(Finish) and Finish(finish).truncated
+
+
+def _answer_lengths(table: pa.Table) -> NDArray:
+    roles = Ragged.read(table["roles"])
+    where = np.repeat(np.arange(len(roles.lengths)), roles.lengths)
+    own = (roles.values == Role.CONTENT) | (roles.values == Role.STOP)
+    return np.bincount(where, weights=own, minlength=len(roles.lengths))
+
+
+def _pull(record: StepRecord) -> NDArray:
+    """How hard each trajectory pulls: its absolute contributions, or absolute advantages where those are not kept."""
+    out = np.zeros(len(record.rollouts))
+    if record.updates is None:
+        held = np.abs(row_sums(record.rollouts["advantages"], absolute=True)[0])
+        return np.nan_to_num(held)
+    owner = np.array(record.updates["trajectory"].to_pylist(), np.int64)
+    own = np.array(record.updates["rollout_step"].to_pylist(), np.int64) == record.step
+    for term in loss_terms(record.updates):
+        sums, _ = row_sums(record.updates[PREFIX + term], absolute=True)
+        np.add.at(out, owner[own], np.nan_to_num(sums[own]))
+    return out
+
+
+def _clipped_counts(record: StepRecord, clip: tuple[float, float] | None) -> NDArray:
+    """Positions of each trajectory whose ratio left the clip range on the side its advantage pushes to."""
+    counts = np.zeros(len(record.rollouts))
+    if clip is None or record.updates is None:
+        return counts
+    low, high = clip
+    ratios, verdicts = Ragged.read(record.updates["ratio"]), Ragged.read(record.updates["verdicts"])
+    advantages = _rows(Ragged.read(record.rollouts["advantages"]))
+    places = zip(record.updates["rollout_step"].to_pylist(), record.updates["trajectory"].to_pylist(), strict=True)
+    for (step, trajectory), ratio, verdict in zip(places, _rows(ratios), _rows(verdicts), strict=True):
+        advantage = advantages[trajectory] if step == record.step else None
+        if ratio is not None and verdict is not None and advantage is not None:
+            out = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))  # NaN is neither
+            counts[trajectory] += (out & (verdict == Verdict.TRAINED)).sum()
+    return counts
+
+
+def _rows(ragged: Ragged) -> list[NDArray | None]:
+    """Each row's entries; None where there is no row."""
+    parts = np.split(ragged.values, np.cumsum(ragged.lengths)[:-1])
+    return [part if there else None for part, there in zip(parts, ragged.present, strict=True)]

@@ -1,0 +1,214 @@
+"""The report of a run, or of a demo's runs, as one page."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rolecall.look.charts import Chart, charts, is_number
+from rolecall.look.curves import curve_cards
+from rolecall.look.demo import demo_runs, demo_table
+from rolecall.look.page import Data, Section, facts, page, table, text
+from rolecall.look.rollouts import rollouts_view
+from rolecall.look.run import RunFiles, check_directory, check_format, is_demo, read_object, read_run
+
+_SHOWN_STEPS = 2
+"""Steps whose rollouts a report of one run shows: the last, and the first that is kept."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """Sections of a page and the data they need."""
+
+    sections: list[Section]
+    data: list[Data]
+
+
+def report_html(path: Path) -> str:
+    """The page of the run, or of the demo, in this directory."""
+    check_directory(path)
+    return _demo_page(path) if is_demo(path) else _run_page(read_run(path))
+
+
+def curves_of(path: Path) -> dict[str, list[Chart]]:
+    """The curves of the run in this directory, or of each run of a demo, by the folder to put them in."""
+    check_directory(path)
+    names = demo_runs(path) if is_demo(path) else [""]
+    found = {name: read_run(path / name) for name in names}
+    return {name: charts(run.steps, run.evaluations, run.timing)[0] for name, run in found.items()}
+
+
+def _run_page(run: RunFiles) -> str:
+    parts = run_parts(run)
+    return page(title=f"{run.path.resolve().name}", lead=_lead(run), sections=parts.sections, data=parts.data)
+
+
+def _demo_page(path: Path) -> str:
+    about = read_object(path / "demo.json")
+    check_format(path, about)
+    sections = [Section(id="demo", title="Before and after", body=demo_table(about))]
+    data: list[Data] = []
+    for name in demo_runs(path):
+        run = read_run(path / name)
+        parts = run_parts(run, prefix=f"{name}-", level=2, shown_steps=1)
+        sections += [Section(id=name, title=name.replace("-", " "), body=_lead(run)), *parts.sections]
+        data += parts.data
+    lead = (
+        '<p class="lead">The whole pipeline on the built-in model: imitation, a reward model, then PPO against that '
+        "reward model and GRPO against an exact verifier, both from the same start.</p>"
+    )
+    return page(title="rolecall demo", lead=lead, sections=sections, data=data)
+
+
+def run_parts(run: RunFiles, *, prefix: str = "", level: int = 1, shown_steps: int = _SHOWN_STEPS) -> Parts:
+    """The sections of one run. `prefix` keeps ids apart where a page has several runs."""
+
+    def section(name: str, title: str, body: str) -> Section:
+        return Section(id=f"{prefix}{name}", title=title, body=body, level=level)
+
+    main, rest = charts(run.steps, run.evaluations, run.timing)
+    if run.config.get("samples") == 1:  # one answer is always like itself
+        main = [chart for chart in main if chart.name != "flat-groups"]
+    cards, data = curve_cards(f"{prefix}curves", main)
+    more, more_data = curve_cards(f"{prefix}more", rest)
+    if rest:
+        cards += f"<details><summary>All other numbers ({len(rest)})</summary>{more}</details>"
+    tokens, token_data = rollouts_view(run, name=f"{prefix}view", shown_steps=shown_steps)
+    inside = level > 1
+    ran = _what_ran(run)
+    if inside:  # a page of several runs has one evaluation for all, at its top
+        ran = f"<details><summary>Command, versions and settings</summary>{ran}</details>"
+    sections = [
+        section("before-after", "Before and after", _before_after(run, held_out=not inside)),
+        section("curves", "Curves", cards),
+        *(
+            [section("tokens", "Step by step" if run.command == "marl" else "Token by token", tokens)]
+            if token_data or not inside
+            else []
+        ),
+        section("ran", "What ran", ran),
+    ]
+    return Parts(sections=sections, data=[data, more_data, *token_data])
+
+
+def _lead(run: RunFiles) -> str:
+    wanted = run.config.get("steps")
+    of = f" of {wanted}" if isinstance(wanted, int) and wanted != run.last_step else ""
+    state = ", and a process still works on it" if run.locked and of else ""
+    what = {
+        "sft": "Supervised fine-tuning",
+        "rm": "Training of a reward model",
+        "rl": "Reinforcement learning",
+        "marl": "Multi-agent reinforcement learning",
+    }.get(run.command, run.command)
+    algorithm = run.config.get("algorithm")
+    chosen = algorithm.get("name") if isinstance(algorithm, dict) else run.config.get("algo")
+    name = f" ({chosen})" if chosen else ""
+    sources = [
+        f"{key} {_near(run.config[key])}" for key in ("model", "rows", "env") if isinstance(run.config.get(key), str)
+    ]
+    line = f"{what}{name} with {', '.join(sources)}" if sources else f"{what}{name}"
+    return f'<p class="lead"><b>{text(line)}</b>: {run.last_step}{of} steps{state}, seed {text(run.about.get("seed"))}.</p>'
+
+
+def _near(name: str) -> str:
+    """The last two parts of an absolute path, for a headline; anything else as it is."""
+    return "/".join(Path(name).parts[-2:]) if name.startswith("/") else name
+
+
+# -- before and after ------------------------------------------------------------------------------------------------
+
+
+def _before_after(run: RunFiles, *, held_out: bool) -> str:
+    """Evaluations and the run's own numbers, first and last. `held_out` says so if there are no evaluations."""
+    parts = []
+    if run.evaluations:
+        first, last = run.evaluations[0], run.evaluations[-1]
+        names = [name for name in last if name.startswith("eval_") and is_number(last[name])]
+        rows: list[tuple[str, ...]]
+        caption = "Evaluation episodes" if run.command == "marl" else "On rows that are not trained on"
+        if len(run.evaluations) > 1:
+            head = ["evaluation", f"step {first['step']}", f"step {last['step']}", "change"]
+            rows = [(n.removeprefix("eval_"), *_pair(first.get(n), last[n])) for n in names]
+        else:
+            head = ["evaluation", f"step {last['step']}"]
+            rows = [(n.removeprefix("eval_"), _told(last[n])) for n in names]
+        parts.append(table(head, rows, numbers=1, caption=caption))
+    elif held_out:
+        parts.append(
+            '<p class="note">No evaluation was made on held-out rows; <code>eval.every</code> turns it on.</p>'
+        )
+    if len(run.steps) > 1:
+        few = max(1, len(run.steps) // 10)
+        names = [name for name in _TRAINED if any(is_number(line.get(name)) for line in run.steps)]
+        if "loss" in names and {"reward", "return"} & set(names):  # then it says nothing of how good the policy is
+            names.remove("loss")
+        rows = [(_TRAINED[n], *_pair(_mean(run.steps[:few], n), _mean(run.steps[-few:], n))) for n in names]
+        word = "step" if few == 1 else f"{few} steps"
+        head = ["while training", f"first {word}", f"last {word}", "change"]
+        parts.append(table(head, rows, numbers=1, caption="Means over the steps' own batches"))
+    return f'<div class="tables">{"".join(parts)}</div>'
+
+
+_TRAINED = {
+    "reward": "reward",
+    "return": "return",
+    "loss": "loss",
+    "accuracy": "right pairs",
+    "completions/mean_length": "answer length",
+    "episode_length": "episode length",
+    "completions/clipped_ratio": "cut off",
+    "entropy": "entropy",
+    "kl": "KL to the reference",
+}
+"""What the table of training compares, and what it calls it."""
+
+
+def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    held = [float(line[name]) for line in lines if is_number(line.get(name))]
+    return sum(held) / len(held) if held else None
+
+
+def _pair(before: Any, after: Any) -> tuple[str, str, str]:
+    if not is_number(before) or not is_number(after):
+        return _told(before), _told(after), ""
+    return _told(before), _told(after), f"{after - before:+.3g}" if after != before else "0"
+
+
+# -- what ran --------------------------------------------------------------------------------------------------------
+
+
+def _what_ran(run: RunFiles) -> str:
+    about = run.about
+    versions = dict(about["versions"]) if isinstance(about.get("versions"), dict) else {}
+    arguments = list(about["arguments"]) if isinstance(about.get("arguments"), list) else []
+    shown: dict[str, Any] = {
+        "command": " ".join(["rolecall", *map(str, arguments)])
+        if arguments and arguments[0] in (run.command, "demo")
+        else f"rolecall.{run.command}(…) from Python",
+        "directory": run.path,
+        "seed": about.get("seed"),
+        "threads": about.get("threads"),
+        "processes": about.get("processes", 1),
+        "python": about.get("python"),
+        **versions,
+    }
+    for again in about.get("resumed", []):
+        if isinstance(again, dict):
+            exact = "bit for bit" if again.get("bit_exact") else "with settings changed"
+            shown[f"resumed at step {again.get('step')}"] = exact
+    settings = facts(dict(_flat(run.config)))
+    return facts(shown, wide=True) + f"<details><summary>All settings</summary>{settings}</details>"
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _told(value: Any) -> str:
+    return f"{value:.4g}" if is_number(value) else "–"

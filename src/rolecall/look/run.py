@@ -1,0 +1,141 @@
+"""The files of a run, read for looking at. Nothing here needs the run to be over, and nothing is changed."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import rolecall
+from rolecall.errors import UserError
+from rolecall.train.jsonl import read_lines
+from rolecall.train.lock import LOCK
+
+FORMAT = 1
+"""The layout of a run that this version reads; `format` in run.json."""
+
+_STEP_FILE = re.compile(r"step-([0-9]{6,})\.parquet")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFiles:
+    """What a run's directory says."""
+
+    path: Path
+    about: dict[str, Any]
+    """run.json."""
+    config: dict[str, Any]
+    """config.json."""
+    steps: list[dict[str, Any]]
+    """The lines of metrics.jsonl that are about training steps."""
+    evaluations: list[dict[str, Any]]
+    """Those that are about evaluations."""
+    timing: list[dict[str, Any]]
+    """timing.jsonl."""
+    rollouts: dict[int, Path]
+    """The files of rollouts/ by step."""
+    updates: dict[int, Path]
+    """The files of updates/ by step."""
+    locked: bool
+    """A process works in the directory, or died in it."""
+
+    @property
+    def command(self) -> str:
+        """What made it: sft, rm, rl …"""
+        return str(self.about.get("command", "run"))
+
+    @property
+    def last_step(self) -> int:
+        """The last step in the metrics."""
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+
+def is_demo(path: Path) -> bool:
+    """True for the directory of a demo, whose runs lie inside it."""
+    return (path / "demo.json").is_file()
+
+
+def read_run(path: Path) -> RunFiles:
+    """Read a run's directory. What is not one, is of a newer rolecall, or is torn, is a `UserError`."""
+    check_directory(path)
+    if not (path / "run.json").is_file():
+        if (path / "config.json").is_file() or (path / "metrics.jsonl").is_file():
+            raise UserError(f"{path} is half a run: it has no run.json; let it begin, or bring back a whole copy")
+        raise UserError(f"{path} is no run: it has no run.json; give a directory that sft, rm, rl or demo wrote")
+    about = read_object(path / "run.json")
+    check_format(path, about)
+    lines = _lines(path / "metrics.jsonl")
+    if not lines:
+        raise UserError(f"{path} has no finished step yet, so there is nothing to show; let it train first")
+    return RunFiles(
+        path=path,
+        about=about,
+        config=read_object(path / "config.json"),
+        steps=[line for line in lines if not _is_evaluation(line)],
+        evaluations=[line for line in lines if _is_evaluation(line)],
+        timing=[line for line in _lines(path / "timing.jsonl") if isinstance(line["step"], int)],
+        rollouts=_step_files(path / "rollouts"),
+        updates=_step_files(path / "updates"),
+        locked=(path / LOCK).exists(),
+    )
+
+
+def check_directory(path: Path) -> None:
+    """Refuse what is no directory."""
+    if not path.exists():
+        raise UserError(f"there is no run {path}; give the directory of a run, such as runs/rl-1")
+    if not path.is_dir():
+        raise UserError(f"{path} is a file, not a run; give the directory it lies in")
+
+
+def check_format(path: Path, about: dict[str, Any]) -> None:
+    """Refuse a run of a newer layout."""
+    found = about.get("format", 1)
+    if not isinstance(found, int) or found > FORMAT:
+        by = about.get("versions", {}).get("rolecall", "?") if isinstance(about.get("versions"), dict) else "?"
+        raise UserError(
+            f"{path} is a run in format {found}, written by rolecall {by}; this is rolecall {rolecall.__version__}, "
+            f"which reads up to format {FORMAT}: install a newer one"
+        )
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file."""
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} is half a run: it has no {path.name}; bring back a whole copy") from None
+    except ValueError:
+        raise UserError(f"{path} is torn or no JSON; bring back a whole copy of the run") from None
+    if not isinstance(held, dict):
+        raise UserError(f"{path} holds no JSON object; bring back a whole copy of the run")
+    return held
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a log, numbers as numbers; a torn last line is one that is being written."""
+    try:
+        lines = read_lines(path)
+    except FileNotFoundError:
+        return []
+    except ValueError:
+        raise UserError(f"{path} has a line in the middle that is no JSON; bring back a whole copy of it") from None
+    for line in lines:
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int | float):
+            raise UserError(f"{path} has a line without a step; bring back a whole copy of it")
+    return [{name: _number(value) for name, value in line.items()} for line in lines]
+
+
+def _number(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def _is_evaluation(line: dict[str, Any]) -> bool:
+    return any(name.startswith("eval_") for name in line)
+
+
+def _step_files(folder: Path) -> dict[int, Path]:
+    if not folder.is_dir():
+        return {}
+    found = ((_STEP_FILE.fullmatch(path.name), path) for path in folder.iterdir())
+    return dict(sorted((int(match[1]), path) for match, path in found if match))

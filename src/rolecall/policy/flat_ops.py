@@ -1,0 +1,227 @@
+"""The pieces of a decoder layer on flat tokens, with their gradients: compiled where there is a compiler, else in torch.
+
+The residual stream [n, width] and all weights are fp32 (fp64 in tests); what lies between two matrix products is in the
+working dtype, fp32 or bf16. A weight is cast to it in every forward, so that none is ever stale.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from rolecall.policy.compiled import library, pointer, wanted
+
+_SOURCE = Path(__file__).with_name("flat.c")
+_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_BLOCK = 64
+"""As in flat.c."""
+
+
+class Norm(Function):
+    """weight * x / rms(x), from fp32 into the working dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        factors = x.new_empty(len(x))
+        kernels = _kernels(dtype, x, weight)
+        if kernels is None:
+            torch.rsqrt(x.square().mean(-1) + eps, out=factors)
+            out = (weight * (x * factors[:, None])).to(dtype)
+        else:
+            out = torch.empty_like(x, dtype=dtype)
+            _call(kernels, "norm", dtype, (x, weight, out, factors), x.shape, ctypes.c_float(eps))
+        ctx.save_for_backward(x, weight, factors)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, factors = ctx.saved_tensors
+        grad = grad.contiguous()
+        kernels = _kernels(grad.dtype, x, weight)
+        if kernels is None:
+            normed, scaled = x * factors[:, None], grad.to(x.dtype) * weight
+            dx = factors[:, None] * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+            return dx, (grad.to(x.dtype) * normed).sum(0), None, None
+        dx = torch.empty_like(x)
+        partial = x.new_empty(-(-len(x) // _BLOCK), x.shape[1])
+        _call(kernels, "norm_back", grad.dtype, (x, weight, factors, grad, dx, partial), x.shape)
+        return dx, partial.sum(0), None, None
+
+
+class Project(Function):
+    """x W^T + b for several weights at once, side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int, *parameters: Tensor | None) -> Tensor:
+        weights, biases = parameters[:count], parameters[count:]
+        joined = _joined(weights, x.dtype)
+        ctx.save_for_backward(x, joined)
+        ctx.sizes = [0 if w is None else len(w) for w in weights]
+        ctx.dtypes = [None if p is None else p.dtype for p in parameters]
+        if all(b is None for b in biases):
+            return x @ joined.T
+        return torch.addmm(_joined(biases, x.dtype), x, joined.T)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, joined = ctx.saved_tensors
+        grad = grad.contiguous()
+        needs = ctx.needs_input_grad
+        dx = grad @ joined if needs[0] else None
+        count = len(ctx.sizes)
+        found: list[Tensor | None] = [None] * (2 * count)
+        if any(needs[2 : 2 + count]):
+            found[:count] = _cast((grad.T @ x).split(ctx.sizes), ctx.dtypes[:count])
+        if any(needs[2 + count :]):
+            sums = grad.sum(0, dtype=torch.float32 if grad.dtype == torch.bfloat16 else None)
+            found[count:] = _cast(sums.split(ctx.sizes), ctx.dtypes[count:])
+        return dx, None, *(g if need else None for g, need in zip(found, needs[2:], strict=True))
+
+
+class Rotate(Function):
+    """Rotary positions on the query and key heads of qkv, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.heads = heads
+        ctx.mark_dirty(qkv)
+        return _rotated(qkv, cos, sin, heads, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        return _rotated(grad, cos, sin, ctx.heads, -1.0), None, None, None
+
+
+class GatedMlp(Function):
+    """(silu(x G^T) * (x U^T)) D^T. The middle is made again in the backward pass instead of kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        joined, last = _joined((gate, up), x.dtype), down.to(x.dtype)
+        gate_up = x @ joined.T
+        kernels = _kernels(x.dtype, gate_up)
+        if kernels is None:
+            middle = _gated(gate_up)
+        else:
+            middle = gate_up.new_empty(len(x), len(gate))
+            _call(kernels, "gate", x.dtype, (gate_up, middle), middle.shape)
+        ctx.save_for_backward(x, gate_up, joined, last)
+        ctx.dtypes = gate.dtype, up.dtype, down.dtype
+        return middle @ last.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, gate_up, joined, last = ctx.saved_tensors
+        grad = grad.contiguous()
+        dmiddle = grad @ last
+        kernels = _kernels(x.dtype, gate_up)
+        if kernels is None:
+            with torch.enable_grad():
+                leaf = gate_up.detach().requires_grad_()
+                middle = _gated(leaf)
+                (dgate_up,) = torch.autograd.grad(middle, leaf, dmiddle)
+            middle = middle.detach()
+        else:
+            middle, dgate_up = torch.empty_like(dmiddle), torch.empty_like(gate_up)
+            _call(kernels, "gate_back", x.dtype, (gate_up, dmiddle, middle, dgate_up), middle.shape)
+        dx = dgate_up @ joined if ctx.needs_input_grad[0] else None
+        if not any(ctx.needs_input_grad[1:]):
+            return dx, None, None, None
+        dgate, dup = (dgate_up.T @ x).chunk(2)
+        return dx, *_cast((dgate, dup, grad.T @ middle), ctx.dtypes)
+
+
+class Pad(Function):
+    """Rows of x in the order of `take`; every row is taken once, but for padding, whose gradient is dropped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, take: Tensor, put: Tensor) -> Tensor:
+        ctx.save_for_backward(put)
+        return x.index_select(0, take)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (put,) = ctx.saved_tensors
+        return grad.index_select(0, put), None, None
+
+
+class Unpad(Function):
+    """The other way round: padding is left out, and gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, take: Tensor, put: Tensor, padding: Tensor) -> Tensor:
+        ctx.save_for_backward(take, padding)
+        return x.index_select(0, put)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        take, padding = ctx.saved_tensors
+        spread = grad.index_select(0, take)
+        spread[padding] = 0
+        return spread, None, None, None
+
+
+class Spread(Function):
+    """Row g of x for every branch of group g; gradients are added up in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_of: Tensor) -> Tensor:
+        ctx.save_for_backward(group_of)
+        ctx.groups = len(x)
+        return x.index_select(0, group_of)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (group_of,) = ctx.saved_tensors
+        wide = torch.float32 if grad.dtype == torch.bfloat16 else grad.dtype
+        total = torch.zeros(ctx.groups, *grad.shape[1:], dtype=wide, device=grad.device)
+        return total.index_add_(0, group_of, grad.to(wide)).to(grad.dtype), None
+
+
+def _gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float) -> Tensor:
+    """qkv with its first heads rotated in place."""
+    rows, half = cos.shape
+    kernels = _kernels(qkv.dtype, qkv, cos)
+    if kernels is not None:
+        numbers = (rows, qkv.shape[1], heads, half)
+        _call(kernels, "rotate", qkv.dtype, (qkv, cos, sin), numbers, ctypes.c_float(sign))
+        return qkv
+    part = qkv[:, : 2 * heads * half].unflatten(1, (heads, 2, half))
+    wide = part.to(cos.dtype)
+    c, s = cos[:, None], sign * sin[:, None]
+    part[:, :, 0], part[:, :, 1] = wide[:, :, 0] * c - wide[:, :, 1] * s, wide[:, :, 1] * c + wide[:, :, 0] * s
+    return qkv
+
+
+def _joined(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+    there = [part.to(dtype) for part in parts if part is not None]
+    return there[0] if len(there) == 1 else torch.cat(there)
+
+
+def _cast(parts: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
+    return [None if dtype is None else part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+
+
+def _kernels(dtype: torch.dtype, *tensors: Tensor) -> ctypes.CDLL | None:
+    """The compiled functions, if they fit these tensors."""
+    fits = dtype in _NAMES and all(t.device.type == "cpu" and t.dtype in _NAMES and t.is_contiguous() for t in tensors)
+    return library(_SOURCE) if fits and wanted() else None
+
+
+def _call(
+    kernels: ctypes.CDLL, name: str, dtype: torch.dtype, tensors: Sequence[Tensor], sizes: Sequence[int], *more: Any
+) -> None:
+    function = getattr(kernels, f"{name}_{_NAMES[dtype]}")
+    function(*map(pointer, tensors), *map(ctypes.c_int64, sizes), *more, torch.get_num_threads())

@@ -1,0 +1,85 @@
+"""What jobs do around their learners: names of runs, several processes."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rolecall.config.plan import TINY_VOCABULARY, logits_line, ranks_line, vocabulary_of
+from rolecall.config.sft import SFTOptions
+from rolecall.jobs.running import _open, next_free
+from rolecall.policy.tiny import tiny_config
+
+SFT = ["-m", "rolecall", "sft", "--rows", "sorting", "--steps", "1", "--batch", "4", "--save.every", "0", "--quiet"]
+
+
+def test_two_jobs_without_a_name_never_share_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    both = next_free("sft")
+    with _open("sft", SFTOptions(), both) as first, _open("sft", SFTOptions(), both) as second:
+        assert [first.path.name, second.path.name] == ["sft-1", "sft-2"]
+
+
+def test_jobs_started_at_once_each_get_a_directory(tmp_path):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def start(_: int) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, *SFT], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    with ThreadPoolExecutor(2) as threads:
+        done = list(threads.map(start, range(2)))
+    assert [d.returncode for d in done] == [0, 0], done[0].stderr + done[1].stderr
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["sft-1", "sft-2"]
+
+
+def test_two_processes_train_one_run(tmp_path):
+    """torchrun, as people start it: one directory, one summary, metrics over both."""
+    sys.path.append(str(Path(__file__).parents[1] / "train"))
+    from test_ranks import free_port
+
+    words = ["--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    command = ["rl", "--preset", "ppo", "--rows", "sorting", "--steps", "2", "--prompts", "6", "--out", "runs/two"]
+    command += [
+        "--sampling.max_new_tokens",
+        "6",
+        "--algorithm.minibatches",
+        "2",
+        "--eval.every",
+        "2",
+        "--eval.rows",
+        "4",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words, "-m", "rolecall", *command],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("run: runs/two") == 1
+    run = tmp_path / "runs" / "two"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == [1, 2]
+    assert all(line["optimizer_steps"] == 4 for line in steps)
+    assert (run / "model" / "model.safetensors").is_file()
+
+
+def test_the_plan_knows_ranks_and_what_logits_take(tmp_path, monkeypatch):
+    assert TINY_VOCABULARY == tiny_config().vocab_size == vocabulary_of("tiny")
+    (tmp_path / "config.json").write_text('{"vocab_size": 49152}')
+    assert vocabulary_of(str(tmp_path)) == 49152
+    assert vocabulary_of("some/hub-id") is None
+    line = logits_line(str(tmp_path), 8192)
+    assert line.startswith("logits: 32 MB at a time")
+    assert "1,536 MB" in line
+    assert ranks_line(16, "prompts") == "ranks: 1"
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert ranks_line(16, "prompts") == "ranks: 3, each with 5 to 6 of the 16 prompts"
