@@ -61,6 +61,7 @@ bench: $(STAMPS)/dev  ## the benchmarks, each with its ratio
 	$(BIN)/python benchmarks/gae.py
 	$(BIN)/python benchmarks/logprobs.py
 	$(BIN)/python benchmarks/generate.py
+	$(BIN)/python benchmarks/marl.py
 
 docs: $(STAMPS)/dev  ## write the page of options anew from their docstrings
 	$(BIN)/python -m rolecall.config.docs

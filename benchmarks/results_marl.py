@@ -201,8 +201,9 @@ def curves(runs: Path, task: Task) -> bool:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
+    if not any(results(runs, task, algo) for algo in task.algos):
+        return False
     figure, axes = plt.subplots(figsize=(6.4, 3.6))
-    drawn = False
     for algo in task.algos:
         series = []
         for seed in results(runs, task, algo):
@@ -211,7 +212,6 @@ def curves(runs: Path, task: Task) -> bool:
             series.append({line["step"]: line["eval_return"] for line in lines if "eval_return" in line})
         if not series:
             continue
-        drawn = True
         steps = sorted(set.intersection(*(set(s) for s in series)))
         at = [step * 32 * 25 for step in steps]  # every episode has 25 steps
         columns = [[s[step] for s in series] for step in steps]
@@ -222,10 +222,9 @@ def curves(runs: Path, task: Task) -> bool:
     axes.legend(frameon=False, title="algorithm (seeds)")
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    if drawn:
-        figure.savefig(CURVES, metadata={"Date": None})
+    figure.savefig(CURVES, metadata={"Date": None})
     plt.close(figure)
-    return drawn
+    return True
 
 
 def page(runs: Path) -> None:
@@ -259,13 +258,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed")
     parser.add_argument("--page", action="store_true", help="only write the page")
     parser.add_argument("--only", default="", help="tasks whose environment contains this")
+    parser.add_argument("--algos", nargs="+", default=ALGOS, choices=ALGOS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     if not given.page:
         given.runs.mkdir(parents=True, exist_ok=True)
         for seed in range(1 if given.quick else SEEDS):
             for task in TASKS:
-                for algo in task.algos if given.only in task.env else ():
+                for algo in [a for a in task.algos if a in given.algos and given.only in task.env]:
                     played(task, algo, seed, place(given.runs, task, algo, seed))
                     page(given.runs)
     page(given.runs)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -110,11 +111,15 @@ def test_steps_can_be_added_and_settings_changed(finished, tmp_path, caplog):
 
 
 def test_other_networks_are_refused_by_name(finished, tmp_path):
-    import shutil
-
     shutil.copytree(finished / "mappo", tmp_path / "run")
     with pytest.raises(UserError, match=r"is of other networks: agents\.\S+ is \(8, \d+\) there and \(16, \d+\) here"):
         marl_driver.train("mappo", tmp_path / "run", resume=True, **{"agent.hidden": 16}, steps=9)
+
+
+def test_a_buffer_that_is_too_small_for_the_saved_one_is_refused(finished, tmp_path):
+    shutil.copytree(finished / "qmix", tmp_path / "run")
+    with pytest.raises(UserError, match="holds 10 episodes and this one has room for 5"):
+        marl_driver.train("qmix", tmp_path / "run", resume=True, steps=9, **{"q.buffer": 5})
 
 
 @pytest.mark.parametrize("algo", ["vdn", "ippo"])

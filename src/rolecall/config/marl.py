@@ -28,17 +28,17 @@ class AgentOptions:
 class QOptions:
     """iql, vdn and qmix: Q-learning from a buffer of episodes."""
 
-    gamma: float = 0.99
-    """Discount per step."""
-    lam: float = 0.0
+    gamma: float = 0.9
+    """Discount per step. Among noisy values a small one tells near from far."""
+    lam: float = 0.5
     """Lambda of TD(lambda) targets; 0 is the one-step target."""
     double: bool = True
     """The live network chooses the next action, the target network values it."""
-    buffer: int = 1000
+    buffer: int = 2000
     """Episodes that are kept."""
     batch: int = 32
     """Episodes per optimiser step."""
-    updates: int = 8
+    updates: int = 16
     """Optimiser steps per step."""
     target_every: int = 200
     """Optimiser steps between copies to the target networks."""
@@ -48,9 +48,9 @@ class QOptions:
     """Share of random choices at the beginning."""
     epsilon_end: float = 0.05
     """Share of random choices in the end."""
-    epsilon_steps: int = 50_000
+    epsilon_steps: int = 100_000
     """Environment steps over which it falls."""
-    alpha: float = 0.0
+    alpha: float = 0.6
     """Draw episodes in proportion to their error to this power; 0 draws them evenly."""
     beta: float = 0.4
     """With alpha: how far weights undo the bias of such draws, 0 to 1."""
@@ -97,7 +97,7 @@ class PPOOptions:
     """How far values may move within an update, on the critic's own scale."""
     vf_coef: float = 0.5
     """Weight of the value loss."""
-    entropy_coef: float = 0.01
+    entropy_coef: float = 0.003
     """Weight of the entropy bonus."""
     value_norm: bool = True
     """The critic learns returns scaled by their running mean and standard deviation."""

@@ -88,7 +88,10 @@ def _build(options: MARLOptions, accelerator: Accelerator, timer: Timer, stack: 
         optimizer.load_state_dict(state["optimizer"])
         for group, own in zip(optimizer.param_groups, settings, strict=True):
             group.update(own)  # a resumed run may have other settings
-        learner.load_state_dict(state["learner"])
+        try:
+            learner.load_state_dict(state["learner"])
+        except (KeyError, ValueError) as error:
+            raise RefusedCheckpointError(f"the checkpoint {directory} is of another run: {error}") from error
         extra: dict[str, Any] = state["extra"]
         return extra
 
