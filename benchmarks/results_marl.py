@@ -61,13 +61,17 @@ class Task:
 
 
 SOLVE = {"eval.every": 25, "eval.episodes": 128, "eval.stop_at": 0.97}
+LARGE = {"agent.hidden": 128, "optim.lr": 1e-3, "ppo.minibatches": 2}
+"""Wider networks leave fewer boards on which agents stand in each other's way."""
+SMALL = {"q.buffer": 1000, "q.updates": 8, "q.epsilon_steps": 50_000}
+"""Q-learning of a matrix game needs less of everything."""
 TASKS = (
     Task(
         title="Climbing",
         env="climbing",
         algos=ALGOS,
-        settings={"eval.every": 50, "episodes": 16},
-        more={"ppo": {"steps": 250}, "q": {"steps": 450}},
+        settings={"eval.every": 50},
+        more={"ppo": {"steps": 120}, "q": {"steps": 300, **SMALL}},
         goal=175,
         best="275 together, 175 without luck, 125 is the safe trap",
     ),
@@ -76,7 +80,8 @@ TASKS = (
             title=f"Penalty, k = {k}",
             env=f"penalty:{k}",
             algos=ALGOS,
-            settings={"eval.every": 50, "episodes": 16, "steps": 250},
+            settings={"eval.every": 50, "steps": 120},
+            more={"q": SMALL},
             goal=250 if k == 0 else 50,
             best="250" if k == 0 else "250 for the two risky agreements, 50 for the safe one",
         )
@@ -87,7 +92,7 @@ TASKS = (
         env="lbf:8x8-2p-2f-coop",
         algos=("mappo", "ippo", "vdn", "qmix"),
         settings=SOLVE,
-        more={"ppo": {"steps": 600}, "q": {"steps": 1500}},
+        more={"ppo": {"steps": 500, **LARGE}, "q": {"steps": 1200}},
         goal=0.95,
         best="1",
     ),

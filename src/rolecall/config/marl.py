@@ -97,7 +97,7 @@ class PPOOptions:
     """How far values may move within an update, on the critic's own scale."""
     vf_coef: float = 0.5
     """Weight of the value loss."""
-    entropy_coef: float = 0.003
+    entropy_coef: float = 0.01
     """Weight of the entropy bonus."""
     value_norm: bool = True
     """The critic learns returns scaled by their running mean and standard deviation."""
