@@ -60,7 +60,7 @@ class Task:
         return {**self.settings, **self.more.get("ppo" if algo in PPO else "q", {})}
 
 
-SOLVE = {"eval.every": 25, "eval.episodes": 128, "eval.stop_at": 0.97}
+SOLVE = {"eval.every": 25, "eval.episodes": 128, "eval.stop_at": 0.99}
 LARGE = {"agent.hidden": 128, "optim.lr": 1e-3, "ppo.minibatches": 2}
 """Wider networks leave fewer boards on which agents stand in each other's way."""
 SMALL = {"q.buffer": 1000, "q.updates": 8, "q.epsilon_steps": 50_000}
