@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMPS := $(VENV)/.stamps
 
-.PHONY: help setup demo test test-slow check format bench mutate docs clean
+.PHONY: help setup demo test test-slow check format bench results results-quick mutate docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -62,6 +62,13 @@ bench: $(STAMPS)/dev  ## the benchmarks, each with its ratio
 	$(BIN)/python benchmarks/logprobs.py
 	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/marl.py
+	$(BIN)/python benchmarks/store.py
+
+results-quick: $(STAMPS)/dev  ## docs/results.md anew from one seed
+	$(BIN)/python benchmarks/results.py --quick
+
+results: $(STAMPS)/dev  ## docs/results.md anew from three seeds; goes on where it stopped
+	$(BIN)/python benchmarks/results.py
 
 docs: $(STAMPS)/dev  ## write the page of options anew from their docstrings
 	$(BIN)/python -m rolecall.config.docs

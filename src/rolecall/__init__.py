@@ -4,18 +4,38 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rolecall.jobs.audit import audit as audit
+    from rolecall.jobs.best_of_n import best_of_n as best_of_n
     from rolecall.jobs.demo import demo as demo
+    from rolecall.jobs.dpo import dpo as dpo
     from rolecall.jobs.eval import eval as eval
+    from rolecall.jobs.expert_iteration import expert_iteration as expert_iteration
     from rolecall.jobs.generate import generate as generate
     from rolecall.jobs.marl import marl as marl
+    from rolecall.jobs.play import play as play
     from rolecall.jobs.report import report as report
+    from rolecall.jobs.rescore import rescore as rescore
     from rolecall.jobs.rl import rl as rl
     from rolecall.jobs.rm import rm as rm
     from rolecall.jobs.sft import sft as sft
 
 __version__ = "0.1.0"
 
-_JOBS = ("audit", "demo", "eval", "generate", "marl", "report", "rl", "rm", "sft")
+_JOBS = (
+    "audit",
+    "best_of_n",
+    "demo",
+    "dpo",
+    "eval",
+    "expert_iteration",
+    "generate",
+    "marl",
+    "play",
+    "report",
+    "rescore",
+    "rl",
+    "rm",
+    "sft",
+)
 """Functions of `rolecall.jobs`, a module each, that are imported (and torch with them) when first asked for."""
 
 

@@ -123,6 +123,9 @@ class Trajectory:
     """Number of the group: answers to one prompt share it."""
     turns: tuple[tuple[int, int], ...] = ()
     """[start, end) of each turn the policy wrote, in order."""
+    authors: tuple[tuple[int, int, str], ...] | None = None
+    """(start, end, who) of each run of tokens by one author, in order and without gaps: "prompt", "template", "policy",
+    "history" (the policy's own words, encoded again), or who wrote a message. None: not known beyond the roles."""
     scores: Mapping[str, float | None] = field(default_factory=dict)
     """Score by part (the reward's name). None: it failed, which is not 0."""
     finish: Finish = Finish.STOP
@@ -139,6 +142,10 @@ class Trajectory:
         for start, end in self.turns:
             if not 0 <= start <= end <= len(self.ids):
                 raise ValueError(f"turn [{start}, {end}) does not lie within the trajectory's {len(self.ids)} tokens")
+        if self.authors is not None:
+            edges = [0, *(end for _, end, _ in self.authors)]
+            if [start for start, _, _ in self.authors] != edges[:-1] or edges[-1] != len(self.ids):
+                raise ValueError(f"the authors' runs do not cover the trajectory's {len(self.ids)} tokens one by one")
 
     @property
     def sampled(self) -> tuple[bool, ...]:
@@ -212,8 +219,15 @@ class Batch:
     """[batch, time]: importance weights; None is 1 everywhere."""
     scores: Tensor | None = None
     """[batch]: NaN where the reward failed."""
+    baselines: Tensor | None = None
+    """[batch]: the score of the greedy answer to the same prompt, where one was asked for; NaN where its reward failed."""
     policy_versions: Tensor | None = None
     """[batch] int64: the weights that sampled each row."""
+    episodes: Tensor | None = None
+    """[batch] int64: rows with the same number are the samples of one agent's episode, in order, and count as one
+    sequence. None: every row is a sequence of its own."""
+    replayed: Tensor | None = None
+    """[batch] bool: rows of earlier steps that are trained on again; None: all are fresh."""
 
     def __post_init__(self) -> None:
         if self.ids.dim() != 2:
@@ -246,7 +260,7 @@ class Batch:
         return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors()})
 
 
-_PER_ROW = frozenset({"groups", "scores", "policy_versions"})
+_PER_ROW = frozenset({"groups", "scores", "baselines", "policy_versions", "episodes", "replayed"})
 
 
 def _check_lengths(what: str, length: int, **parts: tuple[object, ...] | None) -> None:

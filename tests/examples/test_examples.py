@@ -18,6 +18,8 @@ SAYS = {
     "reward_model_ppo": "critic/explained_variance",
     "conversation_rows": "length",
     "generate_with_roles": "CONTENT",
+    "own_environment": "step 2: reward",
+    "kuhn_self_play": "exploitability 0.",
 }
 
 

@@ -202,8 +202,9 @@ def test_every_field_of_the_records_has_a_column():
     columns = set(ROLLOUTS.schema.names)
     assert {f.name for f in fields(Trajectory)} <= columns
     assert {f.name for f in fields(RolloutDetails)} <= columns
-    renamed = {"groups": "group", "policy_versions": "policy_version", "scores": "score"}
-    assert {renamed.get(f.name, f.name) for f in fields(Batch)} <= columns
+    renamed = {"groups": "group", "policy_versions": "policy_version", "scores": "score", "episodes": "episode"}
+    always_fresh = {"replayed"}  # a file holds what was sampled in its step
+    assert {renamed.get(f.name, f.name) for f in fields(Batch)} - always_fresh <= columns
     assert {f.name for f in fields(Sampling)} == {f.name for f in ROLLOUTS.schema.field("sampling").type}
 
 
@@ -223,7 +224,7 @@ def test_a_plain_reader_sees_lists_cut_to_length_and_null_for_nan(tmp_path):
     assert second["old_logprobs"] == [None, -1.0]
     assert (first["values"], second["values"]) == (None, None)
     assert first["turns"] == [{"start": 1, "end": 3}]
-    assert first["scores"] == [("right", 1.0), ("judge", None)]
+    assert first["scores"] == [{"part": "right", "score": 1.0}, {"part": "judge", "score": None}]
     assert (first["score"], second["score"]) == (1.0, None)
     assert (first["sampling"]["top_k"], first["sampling"]["stop_ids"], second["sampling"]) == (5, [2], None)
     assert (second["finish"], second["author"], second["step"]) == ("length", "demonstrator", 12)
@@ -325,12 +326,11 @@ def test_a_file_from_the_future_is_refused_with_both_versions(tmp_path):
         read_rollouts(path)
 
 
-def test_an_older_file_that_lacks_nullable_columns_loads_with_none(tmp_path):
+def test_a_file_that_lacks_nullable_columns_loads_with_none(tmp_path):
     path = tmp_path / "rollouts.parquet"
     write_two(path)
     lacking = ["weights", "old_logprobs", "reward_failure", "sampling", "score", "pieces"]
     pq.write_table(pq.read_table(path).drop_columns(lacking), path)
-    with_facts(path, schema_version="0")
     back = read_rollouts(path)
     assert (back.batch.weights, back.batch.old_logprobs) == (None, None)
     assert [d.reward_failure for d in back.details] == [None, None]

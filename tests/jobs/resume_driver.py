@@ -37,6 +37,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "algorithm.reference_every": 2, "algorithm.kl_target": 1.0,
     },
     "ppo": {**COMMON, "samples": 2, "algorithm.critic": "separate", "eval.every": 2, "eval.rows": 2},
+    "agents": {
+        **COMMON, "samples": 4, "algorithm.minibatches": 2, "env": f"{Path(__file__).with_name('letters_env.py')}:Letters",
+        "agent.when_full": "cut", "agent.context_tokens": 75, "agent.workers": 1,
+    },
+    "replay": {
+        **COMMON, "samples": 4, "algorithm.minibatches": 2, "replay.share": 0.5, "replay.sampler": "random",
+        "replay.size": 8, "replay.max_uses": 2, "replay.max_staleness": 3, "replay.weights": "mask",
+    },
 }  # fmt: skip
 ROWS = [{"prompt": f"{word}:"} for word in ("go", "on", "up", "at", "in")]
 
@@ -55,12 +63,14 @@ class Letters:
 
 
 def options(kind: str, out: Path, **more: Any) -> RLOptions:
-    preset = RLOptions.presets[kind]
+    preset = RLOptions.presets.get(kind, RLOptions.presets["grpo"])
     return resolve(RLOptions, [("preset", preset), ("test", {**KINDS[kind], "out": str(out), **more})]).options
 
 
 def train(kind: str, out: Path, **more: Any) -> int:
     """One run in this process; its exit code."""
+    if kind == "agents":
+        return int(rl.run(options(kind, out, **more)).outcome.exit_code)
     rl.open_reward = lambda *args, **kwargs: Letters()
     return int(rl.run(options(kind, out, **more), rows=ROWS, rewards=[reward]).outcome.exit_code)
 

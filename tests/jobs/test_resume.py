@@ -46,9 +46,18 @@ def test_ppo_with_its_own_critic_killed_in_saves_ends_with_the_same_bytes(tmp_pa
     check(interrupted("ppo", tmp_path, seed=5, saves=5, terms=2), saves=3)
 
 
+def test_episodes_in_worker_processes_killed_in_saves_end_with_the_same_bytes(tmp_path):
+    """With contexts that are cut, so that an episode has several samples."""
+    check(interrupted("agents", tmp_path, seed=5, saves=3, terms=2), saves=2)
+
+
+def test_replay_killed_in_saves_and_between_them_ends_with_the_same_bytes(tmp_path):
+    check(interrupted("replay", tmp_path, seed=1, saves=5, terms=4), saves=3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+@pytest.mark.parametrize("kind", ["grpo", "ppo", "replay", "agents"])
 def test_many_interruptions(tmp_path, kind, seed):
     check(interrupted(kind, tmp_path, seed=seed, saves=40, terms=20), saves=30)
 

@@ -3,7 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 
 import torch
@@ -54,7 +54,9 @@ def copied(run: Path, place: Path) -> Path:
     return place
 
 
-def record(run: Path, trajectories: list[Trajectory], details: list[RolloutDetails], *, step: int = 3) -> None:
+def record(
+    run: Path, trajectories: list[Trajectory], details: list[RolloutDetails], *, step: int = 3, loss: float = 0.5
+) -> None:
     """Put these into the run in place of the step's record, with an update that trains all they chose."""
     batch = collate(trajectories)
     verdicts = TrainRule().verdicts(batch.roles)
@@ -68,7 +70,7 @@ def record(run: Path, trajectories: list[Trajectory], details: list[RolloutDetai
             path.unlink()
     name = f"step-{step:06d}.parquet"
     write_rollouts(run / "rollouts" / name, trajectories, batch, step=step, details=details, model="", tokenizer="")
-    share = torch.where(trained, 0.5 / trained.sum(), 0).double()
+    share = torch.where(trained, loss / trained.sum(), 0).double()
     rows = update_rows(
         [step] * len(trajectories),
         range(len(trajectories)),
@@ -82,7 +84,7 @@ def record(run: Path, trajectories: list[Trajectory], details: list[RolloutDetai
         ratio=torch.where(trained, 1.25, nan),
     )
     write_updates(run / "updates" / name, rows)
-    relog(run, step, loss=0.5)
+    relog(run, step, loss=str(loss) if isnan(loss) else loss)
 
 
 def relog(run: Path, step: int, **numbers: float) -> None:

@@ -164,6 +164,12 @@ def test_a_loss_that_is_not_the_sum_is_told(run, tmp_path):
     assert "one process's share of several" in report_html(held).replace("&#x27;", "'")
 
 
+def test_a_loss_that_is_not_finite_is_told(run, tmp_path):
+    held = copied(run, tmp_path / "run")
+    record(held, [trajectory("ab")], [details_of([b"p", b"a", b"b"])], loss=float("nan"))
+    assert "the loss of this step was not finite" in report_html(held)
+
+
 # --- what is not whole ---
 
 

@@ -117,7 +117,7 @@ def test_7_no_indexing_that_torch_deprecates():
 
 
 def test_8_one_environment_needs_no_other_and_a_hung_one_has_a_deadline():
-    """There `import envs` needs smaclite; and pettingzoo.mpe, which is gone. Deadlines: test_envs.py."""
+    """There `import envs` needs smaclite; and pettingzoo.mpe, which is gone. Deadlines: test_marl_envs.py."""
     hidden = ["smaclite", "pettingzoo", "mpe2", "lbforaging", "gymnasium"]
     program = (
         f"import sys; sys.path[:] = {sys.path!r}; sys.modules.update(dict.fromkeys({hidden!r}))\n"

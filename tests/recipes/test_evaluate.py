@@ -104,3 +104,13 @@ def test_what_an_evaluation_logs_does_not_reach_the_next_training_step():
     reward = Plain(lambda s: 1.0)
     evaluator(reward, script=lambda request, sample: (A, STOP), samples=2)(0)
     assert reward.taken == 2, "once for greedy answers, once for samples"
+
+
+def test_the_training_reward_is_told_beside_the_one_that_decides():
+    training = Plain(lambda s: -2.0 if s.prompt_index == 0 else None)
+    found = evaluator(
+        Plain(lambda s: 1.0), script=lambda request, sample: (A, STOP), train_reward=training, samples=2
+    ).run()
+    assert found.numbers["reward"] == found.numbers["pass@2"] == 1.0
+    assert found.numbers["train_reward"] == -2.0
+    assert training.taken == 1, "what it logged meanwhile is not training's"

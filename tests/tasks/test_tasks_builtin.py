@@ -179,7 +179,7 @@ def test_expressions_are_exact(expression):
     ("name", "sentence"),
     [
         ("adition", "no task, file or folder 'adition'; did you mean 'addition'"),
-        ("xyzzy", "tasks are addition, sorting, reversal, countdown and rg:"),
+        ("xyzzy", "tasks are addition, sorting, reversal, countdown, calculator, guessing, kuhn and rg:"),
         ("addition:digit=3", "task addition has no option `digit`; did you mean `digits`"),
         ("addition:foo=3", "it has digits"),
         ("addition:digits", "options are written option=value"),

@@ -14,7 +14,7 @@ from rolecall.policy.heads import Critic, ScalarHead
 from rolecall.policy.load import make_trainable
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.tiny import tiny_tokenizer
-from rolecall.recipes.algorithms import ALGORITHMS, Knobs
+from rolecall.recipes.algorithms import Knobs, algorithm_of
 from rolecall.train.step import Loss, Updater
 from rolecall.types import Batch, Trajectory
 
@@ -110,8 +110,8 @@ def scripted_batch(rows: int = 7, *, seed: int = 0) -> Batch:
 
 def loss_of(options: AlgorithmOptions = GRPO, **knobs: float) -> Loss:
     """The loss of an algorithm."""
-    numbers = {"kl_coef": options.kl_coef, "max_new_tokens": 9, **knobs}
-    return ALGORITHMS[options.name](options, Knobs(**numbers)).loss
+    numbers = {"kl_coef": options.kl_coef, "entropy_coef": options.entropy_coef, "max_new_tokens": 9, **knobs}
+    return algorithm_of(options, Knobs(**numbers)).loss
 
 
 def gradient(module: torch.nn.Module) -> Tensor:

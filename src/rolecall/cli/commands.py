@@ -50,6 +50,27 @@ COMMANDS = (
         plan="rolecall.config.rl:plan",
     ),
     Command(
+        name="dpo",
+        about="a policy from preferences, without a reward model",
+        options="rolecall.config.dpo:DPOOptions",
+        run="rolecall.cli.train:dpo",
+        plan="rolecall.config.dpo:plan",
+    ),
+    Command(
+        name="best-of-n",
+        about="the best of n answers to every prompt, and what n buys",
+        options="rolecall.config.best_of_n:BestOfNOptions",
+        run="rolecall.cli.train:best_of_n",
+        plan="rolecall.config.best_of_n:plan",
+    ),
+    Command(
+        name="expert-iteration",
+        about="rounds of sampling and imitating the good answers",
+        options="rolecall.config.expert_iteration:ExpertIterationOptions",
+        run="rolecall.cli.train:expert_iteration",
+        plan="rolecall.config.expert_iteration:plan",
+    ),
+    Command(
         name="marl",
         about="agents that learn together: IQL, VDN, QMIX, IPPO, MAPPO",
         options="rolecall.config.marl:MARLOptions",
@@ -64,6 +85,12 @@ COMMANDS = (
         plan="rolecall.config.rl:plan",
     ),
     Command(
+        name="rescore",
+        about="another reward for the answers a run has stored",
+        options="rolecall.config.rescore:RescoreOptions",
+        run="rolecall.cli.rescore:run",
+    ),
+    Command(
         name="eval",
         about="how good a model is on held-out rows",
         options="rolecall.config.eval:EvalOptions",
@@ -74,6 +101,12 @@ COMMANDS = (
         about="answers from a model, whole or token by token",
         options="rolecall.config.generate:GenerateOptions",
         run="rolecall.cli.generate:run",
+    ),
+    Command(
+        name="play",
+        about="episodes of several turns, as a conversation or token by token",
+        options="rolecall.config.play:PlayOptions",
+        run="rolecall.cli.play:run",
     ),
     Command(
         name="report",

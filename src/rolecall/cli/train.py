@@ -1,5 +1,6 @@
 """The training commands: progress on the terminal, a summary at the end, the exit code."""
 
+import json
 import logging
 import os
 import sys
@@ -32,6 +33,38 @@ def rl(options: Any) -> int:
     return _finish(run(options, progress=display(quiet=options.quiet)), "rl", quiet=options.quiet)
 
 
+def dpo(options: Any) -> int:
+    """Run `rolecall dpo`."""
+    from rolecall.jobs.dpo import run
+
+    return _finish(run(options, progress=display(quiet=options.quiet)), "dpo", quiet=options.quiet)
+
+
+def expert_iteration(options: Any) -> int:
+    """Run `rolecall expert-iteration`."""
+    from rolecall.jobs.expert_iteration import run
+
+    return _finish(run(options, progress=display(quiet=options.quiet)), "expert-iteration", quiet=options.quiet)
+
+
+def best_of_n(options: Any) -> int:
+    """Run `rolecall best-of-n`; at the end, the curve as a table."""
+    from rolecall.jobs.best_of_n import run
+    from rolecall.recipes.best_of_n import ANSWERS, CURVE
+
+    done = run(options, progress=display(quiet=options.quiet))
+    if not options.quiet and done.outcome.exit_code == ExitCode.DONE:
+        found = json.loads((done.path / CURVE).read_text())
+        judged = {line["k"]: line for line in found.get("judge_of_best", [])}
+        print(f"{'best of':>8}  {'score':>16}" + (f"  {'judge':>16}" if judged else "") + "  KL at most")
+        for line in found["best_of"]:
+            sides = [line, *([judged[line["k"]]] if line["k"] in judged else [])]
+            shown = "  ".join(f"{side['mean']:8.4f} ± {side['standard_error']:.3f}" for side in sides)
+            print(f"{line['k']:8d}  {shown}  {line['kl_bound']:10.2f}")
+        print(f"answers: {done.path / ANSWERS}")
+    return _finish(done, "best-of-n", quiet=options.quiet)
+
+
 def marl(options: Any) -> int:
     """Run `rolecall marl`."""
     from rolecall.jobs.marl import run
@@ -54,7 +87,7 @@ def _finish(run: Run, command: str, *, quiet: bool) -> int:
         return int(code)
     if not quiet:
         print(f"run: {run.path}")
-        if code == ExitCode.DONE:
+        if code == ExitCode.DONE and run.model.is_dir():
             print(f"model: {run.model}")
         if run.report.is_file():
             print(f"report: {run.report}")

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from rolecall.config.agents import AgentOptions
 from rolecall.config.parts import ChatOptions, EngineOptions
 from rolecall.config.sampling import Sampling
 
@@ -14,6 +15,9 @@ class EvalOptions:
     """`tiny`, a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
     rows: str | None = None
     """Prompts: a file, a saved dataset, or a task (its test split). If not given, or if they are those the run in `model` learned from, the ones it held out."""
+    env: str | None = None
+    """Play episodes of several turns in it, as in `rolecall rl`. If neither it nor rows are given, that of the run."""
+    agent: AgentOptions = field(default_factory=AgentOptions)
     reward: tuple[str, ...] = ()
     """Reward functions, or a reward model's run. If not given: the task's own, or that of the run in `model`."""
     reward_deadline: float = 60.0

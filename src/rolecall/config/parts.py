@@ -110,8 +110,15 @@ class HeldOutOptions:
     """Answers per row for avg@k and pass@k; 1 is greedy only."""
     held_out: float = 0.05
     """The share of the rows kept out of training, if the data has no test split of its own."""
+    reward: tuple[str, ...] = ()
+    """What scores held-out answers, if not the reward that trains: functions, a reward model's run, or `task` for the
+    task's own. The training reward of the same answers is then logged as `eval_train_reward`."""
     stop_at: float | None = None
     """End the run when the evaluation's main number reaches this."""
+
+    def __post_init__(self) -> None:
+        if self.reward and not self.every:
+            raise ValueError("eval.reward scores evaluations, and there are none: give eval.every too")
 
 
 @dataclass(frozen=True, kw_only=True)

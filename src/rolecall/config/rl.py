@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from rolecall.config.agents import AgentOptions
+from rolecall.config.experience import ReplayOptions
 from rolecall.config.parts import (
     ChatOptions,
     EngineOptions,
@@ -14,15 +16,22 @@ from rolecall.config.parts import (
     SaveOptions,
 )
 from rolecall.config.plan import logits_line, ranks_line
+from rolecall.config.rl_presets import PRESETS
 from rolecall.config.sampling import Sampling
+
+COMPARING = ("grpo", "rloo", "opo", "reinforce++-baseline")
+"""Algorithms that compare the answers to a prompt with each other: from equal scores they learn nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmOptions:
     """What is optimised."""
 
-    name: Literal["grpo", "ppo", "reinforce"] = "grpo"
-    """How advantages and the loss are made."""
+    name: Literal["grpo", "rloo", "opo", "remax", "reinforce", "reinforce++", "reinforce++-baseline", "ppo"] = "grpo"
+    """How advantages are made of scores (docs/algorithms)."""
+    loss: Literal["auto", "clip", "gspo", "cispo", "reinforce"] = "auto"
+    """What is made of them: PPO's clipped ratio, one clipped ratio per answer, clipped weights, or plain log-probs
+    without a ratio. `auto`: reinforce for reinforce, else clip."""
     scale: Literal["group", "batch", "none"] = "group"
     """grpo: what centred scores are divided by."""
     baseline: Literal["mean", "ema", "prompt", "none"] = "mean"
@@ -47,8 +56,8 @@ class AlgorithmOptions:
     """Where the ratio's denominator comes from. `auto`: detach with one optimiser step per rollout, else recompute."""
     kl_coef: float = 0.0
     """Weight of the KL to the reference; 0 needs no reference."""
-    kl_kind: Literal["k1", "clamp", "k2", "k3", "abs"] = "k3"
-    """The KL estimate."""
+    kl_kind: Literal["k1", "clamp", "k2", "k3", "abs", "exact"] = "k3"
+    """The KL estimate; `exact` is no estimate but the KL over the whole vocabulary, for one more product with the head."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where it goes. In the loss it gets the gradient of KL(policy || reference) whatever its kind."""
     kl_target: float | None = None
@@ -58,7 +67,13 @@ class AlgorithmOptions:
     reference_every: int | None = None
     """Make the policy the new reference every so many steps."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; with entropy_target, what it starts from."""
+    entropy_target: float | None = None
+    """Steer entropy_coef so that the mean entropy per token stays near this."""
+    entropy_rate: float = 0.01
+    """How much entropy_coef moves per step and per nat that the entropy is off its target."""
+    entropy_max: float = 0.1
+    """Where that steering ends; the other end is 0."""
     critic: Literal["none", "shared", "separate"] = "none"
     """ppo: a value head on the policy's trunk, or a critic of its own."""
     critic_from: str | None = None
@@ -85,30 +100,73 @@ class AlgorithmOptions:
     """Keep scores within plus or minus this."""
     missing_stop_penalty: float = 0.0
     """Subtracted from the score of an answer that did not end itself."""
-    overlong_buffer: int | None = None
-    """Soft length limit: the penalty grows from 0 to 1 over the last so many tokens before max_new_tokens."""
+    overlong_buffer: float | None = None
+    """Soft length limit: the penalty grows from 0 to 1 over the last so many tokens before max_new_tokens; below 1 it is
+    a share of max_new_tokens."""
+    resample: int = 0
+    """Dynamic sampling: put other prompts in the place of groups whose answers all score the same, in at most so many
+    rounds of sampling per step; 0 is off."""
 
     def __post_init__(self) -> None:
-        steps = self.epochs * self.minibatches
         if self.epochs < 1 or self.minibatches < 1:
             raise ValueError(f"epochs and minibatches must be at least 1, got {self.epochs} and {self.minibatches}")
+        self._check_steps()
+        self._check_critic()
+        self._check_loss()
+        if self.kl_target is not None and self.kl_coef <= 0:
+            raise ValueError("kl_target steers kl_coef, which must start above 0")
+        if self.entropy_target is not None and not (
+            self.entropy_rate > 0 and 0 <= self.entropy_coef <= self.entropy_max
+        ):
+            raise ValueError(
+                "entropy_target needs entropy_rate above 0 and an entropy_coef between 0 and entropy_max, got "
+                f"entropy_rate={self.entropy_rate}, entropy_coef={self.entropy_coef}, entropy_max={self.entropy_max}"
+            )
+        if self.overlong_buffer is not None and self.overlong_buffer <= 0:
+            raise ValueError(f"overlong_buffer must be above 0, got {self.overlong_buffer}")
+        if self.resample < 0:
+            raise ValueError(f"resample must be 0 (off) or a number of rounds, got {self.resample}")
+        if self.resample and self.name not in COMPARING:
+            raise ValueError(
+                f"resample replaces groups whose answers all score the same, but {self.name} learns from those too; "
+                f"set it to 0, or use {', '.join(COMPARING)}"
+            )
+
+    def _check_steps(self) -> None:
+        steps = self.epochs * self.minibatches
         if self.old_logprobs == "detach" and steps > 1:
             raise ValueError(
                 f"old_logprobs=detach needs one optimiser step per rollout, but epochs x minibatches is {steps}; use recompute"
             )
-        if self.name == "reinforce" and steps > 1:
+        if self.policy_loss == "reinforce" and steps > 1:
             raise ValueError(
-                f"reinforce has no ratio, so it takes one optimiser step per rollout, but epochs x minibatches is {steps}; "
-                "use grpo or ppo, or smaller rollouts"
+                f"the loss of reinforce has no ratio, so it takes one optimiser step per rollout, but epochs x minibatches "
+                f"is {steps}; set algorithm.loss to clip, or use smaller rollouts"
             )
+
+    def _check_critic(self) -> None:
         if self.name == "ppo" and self.critic == "none":
             raise ValueError("ppo needs a critic: set algorithm.critic to shared or separate")
         if self.name != "ppo" and self.critic != "none":
             raise ValueError(f"{self.name} uses no critic: set algorithm.critic to none, or use ppo")
         if self.critic_from is not None and self.critic != "separate":
             raise ValueError("algorithm.critic_from needs algorithm.critic separate")
-        if self.kl_target is not None and self.kl_coef <= 0:
-            raise ValueError("kl_target steers kl_coef, which must start above 0")
+
+    def _check_loss(self) -> None:
+        if self.policy_loss == "gspo" and self.name in ("ppo", "reinforce++"):
+            raise ValueError(
+                f"the loss of gspo has one ratio per answer, but the advantages of {self.name} differ from token to token; "
+                "set algorithm.loss to clip"
+            )
+        if self.policy_loss != "clip" and self.dual_clip is not None:
+            raise ValueError(f"dual_clip belongs to the loss clip, not to {self.policy_loss}: leave it out")
+
+    @property
+    def policy_loss(self) -> str:
+        """The loss that is really used."""
+        if self.loss != "auto":
+            return self.loss
+        return "reinforce" if self.name == "reinforce" else "clip"
 
     @property
     def old_source(self) -> str:
@@ -123,55 +181,6 @@ class AlgorithmOptions:
         return "detach" if alone else "recompute"
 
 
-PRESETS: dict[str, dict[str, Any]] = {
-    # Shao et al. 2024: group-relative advantages, clipped ratio, KL in the loss.
-    "grpo": {"algorithm": {"name": "grpo", "kl_coef": 0.0}, "samples": 8},
-    # Schulman et al. 2017 as commonly used for language models: a critic, GAE, several passes.
-    "ppo": {
-        "algorithm": {
-            "name": "ppo",
-            "critic": "shared",
-            "epochs": 2,
-            "minibatches": 2,
-            "aggregate": "token-mean",
-            "kl_in": "reward",
-            "kl_kind": "k1",
-            "kl_coef": 0.0,
-            "vf_coef": 0.1,
-            "lam": 0.95,
-        },
-        "prompts": 64,
-        "samples": 1,
-    },
-    # Dubois et al. 2023: rollout 512, step 256, 2 epochs, gamma = lam = 1, whitened rewards, clamped KL in the reward.
-    "alpacafarm-ppo": {
-        "algorithm": {
-            "name": "ppo",
-            "critic": "separate",
-            "epochs": 2,
-            "minibatches": 2,
-            "aggregate": "token-mean",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "value_clip": 0.2,
-            "vf_coef": 0.1,
-            "gamma": 1.0,
-            "lam": 1.0,
-            "whiten_rewards": True,
-            "kl_in": "reward",
-            "kl_kind": "clamp",
-            "kl_coef": 0.0067,
-        },
-        "prompts": 512,
-        "samples": 1,
-        "sampling": {"max_new_tokens": 300},
-        "optim": {"lr": 1e-5},
-    },
-    # Williams 1992, with the batch's mean score as baseline.
-    "reinforce": {"algorithm": {"name": "reinforce", "baseline": "mean", "aggregate": "token-mean"}, "samples": 4},
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class RLOptions(RunOptions):
     """Reinforcement learning of a language model from a reward."""
@@ -180,14 +189,22 @@ class RLOptions(RunOptions):
     model: str = "tiny"
     """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
     policy: PolicyOptions = field(default_factory=PolicyOptions)
-    rows: str = "addition"
-    """Prompts: a .jsonl or .parquet file, a saved Hugging Face dataset, a built-in task, or rg:NAME."""
+    rows: str | None = None
+    """Prompts: a .jsonl or .parquet file, a saved Hugging Face dataset, a built-in task, or rg:NAME. Left out: those of
+    `env`, or else `addition`."""
     reward: tuple[str, ...] = ()
-    """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its own."""
+    """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its
+    own, which is also called `task`."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward; 1 each if not given."""
     reward_deadline: float = 60.0
     """Seconds a reward function may take before it is killed and its sample counted as failed."""
+    env: str | None = None
+    """Play episodes of several turns in it: calculator, guessing, kuhn, file.py:Class, gym:ID. `rows` are what it starts
+    from; left out, its own, or seeds."""
+    agent: AgentOptions = field(default_factory=AgentOptions)
+    blackout: tuple[str, ...] = ()
+    """Texts that never train where the policy writes them, such as a frame it must keep to."""
     chat: ChatOptions = field(default_factory=ChatOptions)
     steps: int = 100
     """Rollouts to train on."""
@@ -197,6 +214,9 @@ class RLOptions(RunOptions):
     """Answers per prompt."""
     sampling: Sampling = field(default_factory=Sampling)
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
+    replay: ReplayOptions = field(default_factory=ReplayOptions)
+    from_run: str | None = field(default=None, metadata={"flag": "from"})
+    """Train on the rollouts that this run left, in their order, without sampling: rows and rewards are not asked."""
     optim: OptimOptions = field(default_factory=OptimOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     eval: HeldOutOptions = field(default_factory=HeldOutOptions)
@@ -218,8 +238,54 @@ class RLOptions(RunOptions):
             raise ValueError(
                 f"{self.prompts} x {self.samples} answers cannot be cut into {self.algorithm.minibatches} mini-batches"
             )
-        if self.algorithm.name == "grpo" and self.samples < 2:
-            raise ValueError("grpo compares the answers to a prompt: samples must be at least 2")
+        name, buffer = self.algorithm.name, self.algorithm.overlong_buffer
+        if name in COMPARING and self.samples < 2:
+            raise ValueError(f"{name} compares the answers to a prompt: samples must be at least 2")
+        if buffer is not None and buffer > self.sampling.max_new_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer {buffer:g} is longer than sampling.max_new_tokens "
+                f"{self.sampling.max_new_tokens}; below 1 it is a share of it"
+            )
+        self._check_replay()
+
+    def _check_replay(self) -> None:
+        o, replay = self.algorithm, self.replay
+        if self.from_run is not None:
+            if replay.on:
+                raise ValueError("with --from everything is replayed already: leave out replay.share and replace_flat")
+            if o.old_logprobs not in ("auto", self.old_source):
+                raise ValueError(
+                    f"with --from the ratio is to the policy that sampled, so algorithm.old_logprobs {o.old_logprobs} would "
+                    "leave out who that was; leave it auto, and set replay.weights for a correction by weights instead"
+                )
+            if o.policy_loss == "reinforce" and replay.weights == "none":
+                raise ValueError(
+                    "reinforce has no ratio to correct for who sampled: set replay.weights truncate, or use grpo"
+                )
+            if o.resample:
+                raise ValueError("with --from nothing is sampled, so nothing can be replaced: set algorithm.resample 0")
+        elif replay.weights == "truncate" and not replay.decoupled:
+            raise ValueError(
+                "replay.weights truncate needs replay.decoupled: otherwise the ratio is the weight, and the clips bound it"
+            )
+        if o.name == "remax" and (replay.on or self.from_run is not None):
+            raise ValueError("remax compares with greedy answers of the same step, which stored answers lack: use rloo")
+        if replay.decoupled and self.old_source == "detach":
+            raise ValueError("replay.decoupled needs old log-probs: set algorithm.old_logprobs recompute")
+        if replay.normalise == "joint" and o.bootstrap_truncated:
+            raise ValueError("replay.normalise joint does not go with algorithm.bootstrap_truncated: use separate")
+
+    @property
+    def sampled_now(self) -> bool:
+        """Whether the fresh answers of a step are sampled from the policy, not read from a store."""
+        return self.from_run is None
+
+    @property
+    def old_source(self) -> str:
+        """Where old log-probs really come from."""
+        if self.sampled_now:
+            return self.algorithm.old_source
+        return "behaviour" if self.replay.weights == "none" else "recompute"
 
 
 def plan(options: RLOptions) -> str:
@@ -235,10 +301,34 @@ def plan(options: RLOptions) -> str:
         f"about {per_step} answers each, in micro-batches of up to {options.optim.token_budget:,} tokens",
         ranks_line(options.prompts, "prompts"),
         logits_line(options.model, options.optim.token_budget),
-        f"old log-probs: {o.old_source}; reference: {'yes' if o.kl_coef else 'no'}; critic: {o.critic}",
+        f"old log-probs: {options.old_source}; reference: {'yes' if o.kl_coef else 'no'}; critic: {o.critic}",
         f"in all: {options.steps} steps, {options.steps * answers:,} answers, "
         f"{options.steps * o.epochs * o.minibatches:,} optimiser steps",
     ]
+    if o.resample:
+        lines.append(
+            f"groups whose answers all score the same are replaced: up to {o.resample} rounds of sampling per step, at most "
+            f"{options.prompts * o.resample} prompts"
+        )
+    if o.name == "remax":
+        lines.append(f"beside them {options.prompts} greedy answers, one per prompt, which are scored but not trained")
+    lines += _replay_plan(options)
     if o.epochs * o.minibatches > 1:
         lines.append("after the first optimiser step of a rollout the policy is ahead of the one that sampled")
     return "\n".join(lines)
+
+
+def _replay_plan(options: RLOptions) -> list[str]:
+    o = options.replay
+    if options.from_run is not None:
+        return [
+            f"answers: those that {options.from_run} stored, in their order; nothing is sampled and no reward is asked"
+        ]
+    if not o.on:
+        return []
+    groups = round(options.prompts * o.share / (1 - o.share))
+    flat = ", and one for every flat group" if o.replace_flat else ""
+    return [
+        f"replay: {groups} groups beside {options.prompts} fresh ones{flat} ({o.mode}, {o.sampler}), each at most "
+        f"{o.max_staleness} versions old and used {o.max_uses} times, from {o.size} held"
+    ]

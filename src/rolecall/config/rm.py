@@ -36,6 +36,8 @@ class RMOptions(RunOptions):
             raise ValueError(
                 f"steps, batch and max_length must be at least 1, got {self.steps}, {self.batch}, {self.max_length}"
             )
+        if self.eval.reward:
+            raise ValueError("a reward model is evaluated on held-out pairs: leave out eval.reward")
         if self.policy.lora_rank is not None:
             raise ValueError("a reward model trains all its weights: leave out policy.lora_rank")
 

@@ -36,3 +36,17 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
 def lengths_of(batch: Batch) -> Tensor:
     """Tokens per row, padding left out (by role)."""
     return (batch.roles != Role.PAD).sum(dim=1)
+
+
+def runs_in(batch: Batch, runs: Sequence[Sequence[int]]) -> Tensor:
+    """[batch, time] True at every token of every place where one of the runs of ids stands within the policy's words."""
+    chosen = (batch.roles == Role.CONTENT) | (batch.roles == Role.STOP)
+    ids = torch.where(chosen, batch.ids, -1)
+    found = torch.zeros_like(chosen)
+    for run in runs:
+        if not 0 < len(run) <= ids.shape[1]:
+            continue
+        places = (ids.unfold(1, len(run), 1) == torch.tensor(run)).all(dim=2)
+        for offset in range(len(run)):
+            found[:, offset : offset + places.shape[1]] |= places
+    return found

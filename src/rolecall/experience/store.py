@@ -36,7 +36,17 @@ from rolecall.types import Batch, Finish, Sampling, Trajectory
 _TURNS = list_of(
     pa.struct([pa.field("start", pa.int32(), nullable=False), pa.field("end", pa.int32(), nullable=False)])
 )
+_AUTHORS = list_of(
+    pa.struct(
+        [
+            pa.field("start", pa.int32(), nullable=False),
+            pa.field("end", pa.int32(), nullable=False),
+            pa.field("author", pa.string(), nullable=False),
+        ]
+    )
+)
 _PIECES = list_of(pa.binary())
+_PARTS = list_of(pa.struct([pa.field("part", pa.string(), nullable=False), pa.field("score", pa.float64())]))
 _SAMPLING = pa.struct(
     [
         pa.field("temperature", pa.float64(), nullable=False),
@@ -53,9 +63,20 @@ _TOKENS = {"ids": np.int32, "roles": np.uint8, "behaviour_logprobs": np.float32}
 _COMPUTED = ("old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns", "weights")
 """The fields of a batch that are computed per position, and the columns of the same names."""
 
+
+def _from_version_1(table: pa.Table) -> pa.Table:
+    """Version 1 has no total, only the score that clipping and penalties have gone into; parts of it are a map."""
+    table = table.append_column(pa.field("total", pa.float64()), table["score"].cast(pa.float64()))
+    maps = table["scores"].combine_chunks()
+    pairs = pa.StructArray.from_arrays([maps.keys, maps.items], fields=list(_PARTS.value_type))
+    lists = pa.ListArray.from_arrays(maps.offsets, pairs, type=_PARTS)
+    return table.set_column(table.schema.get_field_index("scores"), pa.field("scores", _PARTS), lists)
+
+
 ROLLOUTS = Format(
     name="rollouts",
     version=2,
+    upgrades={1: _from_version_1},
     schema=pa.schema(
         [
             pa.field("step", pa.int64(), nullable=False),
@@ -67,14 +88,16 @@ ROLLOUTS = Format(
             pa.field("sample", pa.int64()),
             pa.field("prompt_text", pa.string(), nullable=False),
             pa.field("answer_text", pa.string(), nullable=False),
+            pa.field("total", pa.float64()),
             pa.field("score", pa.float64()),
-            pa.field("scores", pa.map_(pa.string(), pa.float64()), nullable=False),
+            pa.field("scores", _PARTS, nullable=False),
             pa.field("reward_failure", pa.string()),
             pa.field("finish", pa.string(), nullable=False),
             pa.field("policy_version", pa.int64(), nullable=False),
             pa.field("seed", pa.int64()),
             pa.field("sampling", _SAMPLING),
             pa.field("turns", _TURNS, nullable=False),
+            pa.field("authors", _AUTHORS),
             pa.field("ids", IDS, nullable=False),
             pa.field("pieces", _PIECES),
             pa.field("roles", CODES, nullable=False),
@@ -104,6 +127,8 @@ class RolloutDetails:
     """The row of the data it answers."""
     sample: int | None = None
     """Which of the prompt's answers it is, as the engine counts them."""
+    total: float | None = None
+    """What the rewards gave, before clipping and penalties make it the score; None if one failed or none was asked."""
     reward_failure: str | None = None
     """Why there is no score."""
     pieces: tuple[bytes, ...] | None = None
@@ -216,7 +241,11 @@ def _from_trajectories(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     prompts = Ragged.of([t.behaviour_prompt_ids for t in trajectories], np.int32)
     columns["behaviour_prompt_ids"] = prompts.column(IDS)
     columns["turns"] = [[{"start": start, "end": end} for start, end in t.turns] for t in trajectories]
-    columns["scores"] = [list(t.scores.items()) for t in trajectories]
+    columns["authors"] = [
+        None if t.authors is None else [{"start": a, "end": b, "author": who} for a, b, who in t.authors]
+        for t in trajectories
+    ]
+    columns["scores"] = [[{"part": part, "score": score} for part, score in t.scores.items()] for t in trajectories]
     return columns
 
 
@@ -228,12 +257,18 @@ def _to_trajectories(table: pa.Table, ragged: Mapping[str, Ragged]) -> tuple[Tra
         columns[name] = ragged[name].tuples()
     columns["behaviour_prompt_ids"] = Ragged.read(table["behaviour_prompt_ids"]).tuples()
     columns["turns"] = [tuple((turn["start"], turn["end"]) for turn in turns) for turns in table["turns"].to_pylist()]
-    columns["scores"] = [dict(scores) for scores in table["scores"].to_pylist()]
+    columns["authors"] = [
+        None if runs is None else tuple((run["start"], run["end"], run["author"]) for run in runs)
+        for runs in table["authors"].to_pylist()
+    ]
+    columns["scores"] = [{one["part"]: one["score"] for one in scores} for scores in table["scores"].to_pylist()]
     return tuple(Trajectory(**row) for row in row_by_row(columns))
 
 
 def _from_details(details: Sequence[RolloutDetails]) -> dict[str, Any]:
-    columns: dict[str, Any] = {name: [getattr(d, name) for d in details] for name in ("prompt", "sample", "seed")}
+    columns: dict[str, Any] = {
+        name: [getattr(d, name) for d in details] for name in ("prompt", "sample", "seed", "total")
+    }
     columns["pieces"] = [None if d.pieces is None else list(d.pieces) for d in details]
     for name in ("prompt_text", "answer_text", "reward_failure"):
         columns[name] = [_storable(getattr(d, name)) for d in details]
@@ -244,7 +279,7 @@ def _from_details(details: Sequence[RolloutDetails]) -> dict[str, Any]:
 
 
 def _to_details(table: pa.Table) -> tuple[RolloutDetails, ...]:
-    names = ("prompt", "sample", "seed", "prompt_text", "answer_text", "reward_failure")
+    names = ("prompt", "sample", "seed", "total", "prompt_text", "answer_text", "reward_failure")
     columns = {name: table[name].to_pylist() for name in names}
     columns["sampling"] = [_to_sampling(settings) for settings in table["sampling"].to_pylist()]
     columns["pieces"] = [None if pieces is None else tuple(pieces) for pieces in table["pieces"].to_pylist()]

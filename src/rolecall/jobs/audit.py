@@ -12,6 +12,7 @@ from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
 from rolecall.files import DiskError, write_atomically
+from rolecall.jobs.agents import env_source
 from rolecall.jobs.data import demonstrated, label, open_reward, prompt_rows, rendered_row
 from rolecall.jobs.rl import open_policy, sampler
 from rolecall.look.audit_page import audit_html
@@ -77,7 +78,11 @@ def _rl(
     rewards: Sequence[Any] | None,
     stack: ExitStack,
 ) -> Audit:
-    source: Any = options.rows if given is None else given
+    source: Any = options.rows or "addition" if given is None else given
+    if env_source(options.env, source) is not None:
+        raise UserError(
+            "audit looks at rows that are answered once, not at episodes; `rolecall play --show tokens` shows those"
+        )
     train, test, task_reward = prompt_rows(source, options.eval, seed=options.seed)
     task = resolve_rows(source) if task_reward is not None else None
     sources = rewards or options.reward
@@ -117,7 +122,7 @@ def _own_answer(row: Mapping[str, Any]) -> str | None:
 
 
 def _sft(options: AuditOptions, given: Sequence[Mapping[str, Any]] | None) -> Audit:
-    rows = demonstrated(options.rows if given is None else given, seed=options.seed)
+    rows = demonstrated(options.rows or "addition" if given is None else given, seed=options.seed)
     policy = open_policy(options.model, options)
     return audit_demonstrations(
         Subject(options=options, policy=policy, rows=rows),
@@ -133,7 +138,7 @@ def _about(options: AuditOptions, given: Sequence[Any] | None) -> dict[str, str]
     return {
         "command": f"rolecall {options.job}",
         "model": options.model,
-        "rows": options.rows if given is None else label(given),
+        "rows": options.rows or "addition" if given is None else label(given),
     }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from rolecall.config.parts import ChatOptions, HeldOutOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.render import Rendered, render, render_pair
+from rolecall.recipes.dpo import AnswerPair
 from rolecall.recipes.sampling import prompt_request
 from rolecall.rewards.pool import RewardPool
 from rolecall.rewards.records import Reward
@@ -23,11 +25,16 @@ RowsSource = str | Sequence[Mapping[str, Any]]
 RewardSource = str | Callable[..., Any]
 _TRAIN_ROWS = 20_000
 """Rows drawn from a task that can make any number."""
+_EPISODES = 4_000
+"""Demonstrations of a task of several turns, each of which takes milliseconds to render."""
 _CHECKED_ROWS = 20_000
 """Prompts looked at before a run starts; of a longer table, the first so many."""
 _SPARE_TOKENS = 16
 """More tokens than any tokenizer puts around a plain text of its own accord."""
 
+
+TASK_REWARD = "task"
+"""The name that stands for the reward a task brings."""
 
 _GIVEN = "(given in Python)"
 
@@ -72,12 +79,15 @@ def open_reward(
     columns: Sequence[str] | None = None,
     timer: Timer | None = None,
 ) -> Reward:
-    """The reward: functions in worker processes, or a reward model's run or directory.
+    """The reward: functions in worker processes, or a reward model's run or directory; `task` is the task's own.
 
     With `columns`, those of the rows, a function that needs another is refused.
     """
     check_named("reward", *(source for source in sources if isinstance(source, str)))
-    chosen: Sequence[RewardSource] = sources or ((task_reward,) if task_reward is not None else ())
+    if TASK_REWARD in sources and task_reward is None:
+        raise UserError("reward `task` is the reward of a task, and these rows are of none: name a reward function")
+    own: tuple[RewardSource, ...] = () if task_reward is None else (task_reward,)
+    chosen = [own[0] if source == TASK_REWARD else source for source in sources] or own
     if not chosen:
         raise UserError("no reward: give one, such as --reward rewards.py:my_function, or use a built-in task")
     if "" in chosen:
@@ -94,6 +104,17 @@ def open_reward(
     if columns is not None:
         pool.check_columns(columns)
     return pool
+
+
+def open_judge(
+    options: Any, reward: Reward, task_reward: str | None, stack: ExitStack, *, columns: Sequence[str]
+) -> tuple[Reward, Reward | None]:
+    """(what scores held-out answers, the training reward if that is another one)."""
+    if not options.eval.reward:
+        return reward, None
+    deadline = options.reward_deadline
+    judge = open_reward(options.eval.reward, task_reward, stack, weights=None, deadline_s=deadline, columns=columns)
+    return judge, reward
 
 
 def check_prompts(rows: Rows, policy: LoadedModel, chat: ChatOptions) -> None:
@@ -131,7 +152,7 @@ def demonstrated(source: RowsSource, *, seed: int) -> Rows:
         check_named("rows", source)
     found: Any = ListRows(source) if not isinstance(source, str) else resolve(source)
     if hasattr(found, "gold"):
-        return demonstrations(found, "train", n=_TRAIN_ROWS, seed=seed)
+        return demonstrations(found, "train", n=_EPISODES if hasattr(found, "env") else _TRAIN_ROWS, seed=seed)
     rows: Rows = found
     if kind_of(rows) not in ("prompt_completion", "messages", "text"):
         raise RowError(
@@ -165,6 +186,45 @@ def rendered_rows(
     if not kept:
         raise RowError(f"all {len(rows)} rows are longer than max_length {limit}; raise it or shorten the rows")
     return kept, len(rows) - len(kept)
+
+
+def rendered_pairs(
+    rows: Rows, policy: LoadedModel, chat: ChatOptions, *, max_length: int, limit: int | None = None
+) -> tuple[list[AnswerPair], str]:
+    """(pairs of the first `limit` rows, a sentence about those left out or nothing)."""
+    if kind_of(rows) != "preference":
+        raise RowError(
+            f"the rows have the columns {', '.join(rows.columns)}; a preference needs `chosen` and `rejected`"
+        )
+    longest, kept, too_long, same = min(max_length, policy.context_length), [], 0, 0
+    for number in range(len(rows) if limit is None else min(limit, len(rows))):
+        row = rows[number]
+        if row.get("chosen") is not None and row.get("chosen") == row.get("rejected"):
+            same += 1
+            continue
+        found = record(row, "preference", number=place_of(rows, number))
+        try:
+            sides = [
+                rendered_row(replace(found, completion=side), policy=policy, chat=chat)
+                for side in (found.chosen, found.rejected)
+            ]
+        except Exception as error:  # a chat template is a program of the model's author and may raise anything
+            raise RowError(f"{place_of(rows, number)} cannot be rendered: {' '.join(str(error).split())}") from error
+        if max(len(side.ids) for side in sides) > longest:
+            too_long += 1
+            continue
+        chosen, rejected = (
+            Trajectory(ids=side.ids, roles=side.roles, turns=side.turns, author="demonstrator", group=number)
+            for side in sides
+        )
+        kept.append(AnswerPair(chosen=chosen, rejected=rejected))
+    if not kept:
+        raise RowError(
+            f"no pair is left of {too_long + same} rows: {too_long} have a side longer than {longest} tokens, in {same} "
+            "both sides are the same; raise max_length, or look at the rows"
+        )
+    left_out = [f"{n} {why}" for n, why in ((too_long, "too long"), (same, "the same twice")) if n]
+    return kept, f"{len(kept)} pairs; left out: {', '.join(left_out)}" if left_out else ""
 
 
 def rendered_row(found: Record, *, policy: LoadedModel, chat: ChatOptions) -> Rendered:

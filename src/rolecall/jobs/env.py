@@ -4,6 +4,7 @@ import os
 import platform
 import re
 import sys
+from ctypes.util import find_library
 from importlib import metadata
 from pathlib import Path
 
@@ -74,7 +75,11 @@ def _allocator() -> str:
     for name in ("tcmalloc", "jemalloc", "mimalloc"):
         if f"lib{name}" in loaded:
             return f"{name} (preloaded)"
-    return platform.libc_ver()[0] or "the system's"
+    own = platform.libc_ver()[0] or "the system's"
+    for name in ("tcmalloc_minimal", "tcmalloc", "jemalloc"):
+        if (found := find_library(name)) is not None:
+            return f"{own}; {name} is installed and makes updates faster: start with LD_PRELOAD={found}"
+    return f"{own}; tcmalloc makes updates faster: install it (Debian: apt install libtcmalloc-minimal4)"
 
 
 def _torch() -> dict[str, str]:

@@ -13,12 +13,16 @@ from rolecall.config.merge import make
 from rolecall.config.parts import HeldOutOptions
 from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
+from rolecall.jobs.agents import EnvSource, env_source, episode_rows, open_arena, open_envs
 from rolecall.jobs.data import RowsSource, check_prompts, open_reward, prompt_rows
 from rolecall.jobs.rl import sampler
 from rolecall.jobs.running import model_directory
 from rolecall.policy.load import load
 from rolecall.policy.model import PolicyModel
+from rolecall.recipes.episodes import EnvOnly, EpisodeEvaluator
 from rolecall.recipes.evaluate import Evaluation, Evaluator
+from rolecall.rewards.records import Reward
+from rolecall.tasks.env_names import is_task
 from rolecall.tasks.names import resolve
 from rolecall.tasks.rows import ChosenRows, Rows
 from rolecall.train.reference import Reference
@@ -27,31 +31,48 @@ _log = logging.getLogger("rolecall")
 
 
 def eval(  # the name of the command
-    *, rows: str | Sequence[Mapping[str, Any]] | None = None, reward: Any = None, **settings: Any
+    *,
+    rows: str | Sequence[Mapping[str, Any]] | None = None,
+    env: EnvSource | None = None,
+    reward: Any = None,
+    **settings: Any,
 ) -> Evaluation:
     """Evaluate: `eval(model="runs/rl-1", rows="test.jsonl", reward=my_reward).numbers`."""
     if isinstance(rows, str):
         settings["rows"] = rows
+    if isinstance(env, str):
+        settings["env"] = env
     rewards = [] if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
     return run(
         make(EvalOptions, settings),
         rows=None if rows is None or isinstance(rows, str) else rows,
+        env=None if isinstance(env, str) else env,
         rewards=rewards or None,
     )
 
 
 def run(
-    options: EvalOptions, *, rows: Sequence[Mapping[str, Any]] | None = None, rewards: Sequence[Any] | None = None
+    options: EvalOptions,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    env: EnvSource | None = None,
+    rewards: Sequence[Any] | None = None,
 ) -> Evaluation:
     """Run from options: on a task's test split, on what a run held out, or on all rows of a file."""
     learned = _settings(options.model)
-    source = rows if rows is not None else options.rows
+    source: RowsSource | None = rows if rows is not None else options.rows
+    played = env_source(options.env if env is None else env, source)
+    if played is None and source is None:
+        source = learned.get("rows")
+        played = env_source(learned.get("env"), source)
+    if played is not None:
+        return _episodes(options, played, source, learned, rewards or ())
     if source is None:
-        if "rows" not in learned:
+        if not learned:
             raise UserError(
                 f"which rows should {options.model} answer? give --rows, or a run as --model, which brings those it held out"
             )
-        source = str(learned["rows"])
+        source = "addition"
     with ExitStack() as stack:
         found, task_reward = _held_out(source, learned, options)
         chosen = ChosenRows(found, range(min(options.n, len(found))))
@@ -68,9 +89,6 @@ def run(
         )
         policy = load(model_directory(options.model))
         check_prompts(chosen, policy, options.chat)
-        against = None
-        if options.against is not None:
-            against = Reference(PolicyModel(load(model_directory(options.against)).model))
         return Evaluator(
             policy=policy,
             engine=sampler(policy, options),
@@ -80,8 +98,47 @@ def run(
             chat=options.chat,
             samples=options.samples,
             seed=options.seed,
-            reference=against,
+            reference=_against(options),
         ).run()
+
+
+def _episodes(
+    options: EvalOptions, env: EnvSource, source: RowsSource | None, learned: Mapping[str, Any], rewards: Sequence[Any]
+) -> Evaluation:
+    """The same for episodes of several turns: on seeds or a task's rows that are held out, or on the rows given."""
+    with ExitStack() as stack:
+        how = HeldOutOptions(every=1, rows=options.n)
+        if isinstance(source, str) and _same(source, learned.get("rows")) and learned["eval"]["every"]:
+            how = replace(HeldOutOptions(**learned["eval"]), rows=options.n)
+        elif source is not None and not (isinstance(source, str) and is_task(source)):
+            how = HeldOutOptions()
+        all_rows, test = episode_rows(env, source, how, n=options.n, seed=options.seed)
+        found = all_rows if test is None else test
+        chosen = ChosenRows(found, range(min(options.n, len(found))))
+        sources = rewards or options.reward or tuple(learned.get("reward", ()))
+        reward: Reward = EnvOnly()
+        if sources:
+            how_long = options.reward_deadline
+            reward = open_reward(sources, None, stack, weights=None, deadline_s=how_long, columns=chosen.columns)
+        envs = open_envs(env, options.agent, stack)
+        policy = load(model_directory(options.model))
+        arena = open_arena(
+            envs, options.agent, policy=policy, engine=sampler(policy, options), reward=reward, chat=options.chat
+        )
+        return EpisodeEvaluator(
+            arena,
+            rows=chosen,
+            sampling=options.sampling,
+            samples=options.samples,
+            seed=options.seed,
+            reference=_against(options),
+        ).run()
+
+
+def _against(options: EvalOptions) -> Reference | None:
+    if options.against is None:
+        return None
+    return Reference(PolicyModel(load(model_directory(options.against)).model))
 
 
 def _held_out(source: RowsSource, learned: Mapping[str, Any], options: EvalOptions) -> tuple[Rows, str | None]:

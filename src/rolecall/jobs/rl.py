@@ -1,10 +1,12 @@
 """`rolecall rl`: train a language model with reinforcement learning."""
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,19 +16,35 @@ from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
-from rolecall.jobs.data import check_prompts, label, open_reward, prompt_rows
+from rolecall.experience.parquet import StoreError
+from rolecall.experience.stored import RolloutStore
+from rolecall.jobs.agents import (
+    EnvSource,
+    check_episodes,
+    env_label,
+    env_source,
+    episode_rows,
+    open_arena,
+    open_envs,
+)
+from rolecall.jobs.data import check_prompts, label, open_judge, open_reward, prompt_rows
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, model_directory
 from rolecall.policy.heads import Critic, RewardModel, ScalarHead
 from rolecall.policy.load import LoadedModel, load
 from rolecall.policy.lora import add_adapter, has_adapter, merged
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.token_text import token_bytes
+from rolecall.recipes.collect import Collector
+from rolecall.recipes.episodes import Arena, EnvOnly, EpisodeEvaluator, Episodes
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.guard import Guard
 from rolecall.recipes.records import Records
 from rolecall.recipes.rl import RLLearner
+from rolecall.recipes.stored import StoredAnswers, Unasked
+from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine, warn_if_support_is_cut
 from rolecall.rollout.open import open_engine
+from rolecall.tasks.rows import Rows
 from rolecall.train.optim import make_optimizer
 from rolecall.train.progress import Progress
 from rolecall.train.reference import Reference
@@ -34,11 +52,14 @@ from rolecall.train.rundir import RunDir
 from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
 
+_log = logging.getLogger("rolecall")
+
 
 def rl(
     *,
     preset: str = "grpo",
     rows: str | Sequence[Mapping[str, Any]] | None = None,
+    env: EnvSource | None = None,
     reward: Any = None,
     advantage: Callable[..., Any] | None = None,
     loss: Callable[..., Any] | None = None,
@@ -47,14 +68,16 @@ def rl(
 ) -> Run:
     """Train with RL: `rl(model="tiny", rows="data.jsonl", reward=my_reward, preset="grpo", steps=50)`.
 
-    `rows` may be a list of dicts, `reward` a function or a list of them; `advantage(batch)` and `loss(outputs, batch)`
-    replace the preset's own. All other settings are those of `rolecall rl`, nested or dotted.
+    `rows` may be a list of dicts, `reward` a function or a list of them, `env` a class of environments to play episodes
+    of several turns in; `advantage(batch)` and `loss(outputs, batch)` replace the preset's own. All other settings are those of `rolecall rl`, nested or dotted.
     """
     if preset not in RLOptions.presets:
         raise UserError(f"unknown preset {preset!r}; choose one of {', '.join(RLOptions.presets)}")
     given = dict(settings)
     if isinstance(rows, str):
         given["rows"] = rows
+    if isinstance(env, str):
+        given["env"] = env
     rewards = [] if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
     if rewards and all(isinstance(source, str) for source in rewards):
         given["reward"] = tuple(rewards)
@@ -65,6 +88,7 @@ def rl(
     return run(
         options,
         rows=None if rows is None or isinstance(rows, str) else rows,
+        env=None if isinstance(env, str) else env,
         rewards=rewards or None,
         advantage=advantage,
         loss=loss,
@@ -76,17 +100,20 @@ def run(
     options: RLOptions,
     *,
     rows: Sequence[Mapping[str, Any]] | None = None,
+    env: EnvSource | None = None,
     rewards: Sequence[Any] | None = None,
     advantage: Callable[..., Any] | None = None,
     loss: Callable[..., Any] | None = None,
     progress: Progress | None = None,
 ) -> Run:
-    """Run from options; rows and rewards that are objects take the place of the named ones."""
+    """Run from options; rows, environments and rewards that are objects take the place of the named ones."""
+    if env is not None:
+        options = replace(options, env=env_label(env))
     if rows is not None:
         options = replace(options, rows=label(rows))
     if rewards is not None:
         options = replace(options, reward=tuple(r if isinstance(r, str) else label([r]) for r in rewards))
-    build = partial(_build, rows=rows, rewards=rewards, advantage=advantage, loss=loss)
+    build = partial(_build, rows=rows, env=env, rewards=rewards, advantage=advantage, loss=loss)
     return execute("rl", options, build, progress=progress)
 
 
@@ -97,23 +124,38 @@ def _build(
     stack: ExitStack,
     *,
     rows: Sequence[Mapping[str, Any]] | None,
+    env: EnvSource | None,
     rewards: Sequence[Any] | None,
     advantage: Callable[..., Any] | None,
     loss: Callable[..., Any] | None,
 ) -> Built:
-    train, test, task_reward = prompt_rows(options.rows if rows is None else rows, options.eval, seed=options.seed)
-    reward = open_reward(
-        rewards or options.reward,
-        task_reward,
-        stack,
-        weights=options.reward_weights,
-        deadline_s=options.reward_deadline,
-        columns=train.columns,
-        timer=timer,
-    )
+    given = options.rows if rows is None else rows
+    played = env_source(options.env if env is None else env, given)
+    train: Rows | None = None
+    test: Rows | None = None
+    reward: Reward = Unasked() if played is None else EnvOnly()
+    asked = options.sampled_now or bool(options.eval.every)
+    task_reward = None
+    if played is not None:
+        check_episodes(options)
+    if asked and played is not None:
+        train, test = episode_rows(played, given, options.eval, n=20_000, seed=options.seed)
+    elif asked:
+        train, test, task_reward = prompt_rows("addition" if given is None else given, options.eval, seed=options.seed)
+    if train is not None and (played is None or rewards or options.reward):
+        reward = open_reward(
+            rewards or options.reward,
+            task_reward,
+            stack,
+            weights=options.reward_weights,
+            deadline_s=options.reward_deadline,
+            columns=train.columns,
+            timer=timer,
+        )
+    envs = open_envs(played, options.agent, stack) if asked and played is not None else None
     policy = open_policy(options.model, options)
     for some in (train, test):
-        if some is not None:
+        if some is not None and played is None:
             check_prompts(some, policy, options.chat)
     module = _module(policy, options)
     optimizer = make_optimizer(module, options.optim)
@@ -132,6 +174,16 @@ def _build(
         options, policy=policy, updater=updater, engine=engine, engine_dtype=_dtype(options) or policy.model.dtype
     )
     warn_if_support_is_cut(options.sampling)
+    arena = None
+    if envs is not None:
+        arena = open_arena(
+            envs, options.agent, policy=policy, engine=engine, reward=reward, chat=options.chat, timer=timer
+        )
+    collector: Collector | None = None
+    if options.from_run is not None:
+        collector = _stored_answers(options, policy, engine, accelerator)
+    elif arena is not None and train is not None:
+        collector = _episodes(options, arena, train, accelerator)
     learner = RLLearner(
         options,
         policy=policy,
@@ -145,25 +197,33 @@ def _build(
         timer=timer,
         advantage=advantage,
         loss=loss,
+        collector=collector,
     )
 
     def record(run: RunDir) -> None:
         spell = partial(token_bytes, policy.tokenizer)
         learner.watches.append(Records(run, options, model=engine.hash, tokenizer=fingerprint(policy), pieces=spell))
 
-    evaluate = None
-    if test is not None:
+    evaluate: Evaluator | EpisodeEvaluator | None = None
+    how: dict[str, Any] = {
+        "sampling": options.sampling,
+        "samples": options.eval.samples,
+        "seed": options.seed,
+        "reference": reference,
+    }
+    if test is not None and arena is not None:
+        evaluate = EpisodeEvaluator(arena, rows=test, **how)
+    elif test is not None:
+        judge, beside = open_judge(options, reward, task_reward, stack, columns=test.columns)
         evaluate = Evaluator(
             policy=policy,
             engine=engine,
-            reward=reward,
+            reward=judge,
+            train_reward=beside,
             rows=test,
-            sampling=options.sampling,
             chat=options.chat,
-            samples=options.eval.samples,
-            seed=options.seed,
-            reference=reference,
             timer=timer,
+            **how,
         )
     return build_policy(
         learner,
@@ -174,6 +234,36 @@ def _build(
         evaluate=evaluate,
         watch_run=record,
     )
+
+
+def _episodes(options: RLOptions, arena: Arena, rows: Rows, accelerator: Accelerator) -> Episodes:
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    return Episodes(options, arena, rows=rows, rank=rank, ranks=ranks)
+
+
+def _stored_answers(options: RLOptions, policy: LoadedModel, engine: Engine, accelerator: Accelerator) -> StoredAnswers:
+    """The rollouts to train on in place of new ones, all read once and found good."""
+    assert options.from_run is not None
+    try:
+        store = RolloutStore(Path(options.from_run).expanduser())
+        facts = store.check(
+            tokenizer=fingerprint(policy),
+            vocabulary=policy.model.config.vocab_size,
+            temperature=options.sampling.scoring_temperature,
+            context=policy.context_length,
+        )
+    except StoreError as error:
+        raise UserError(str(error)) from error
+    _log.info("%d answers from %d steps of %s; nothing is sampled", facts.answers, facts.steps, store.place)
+    if engine.hash() not in facts.models:
+        _log.warning(
+            "none of the rollouts was sampled by the weights that training starts from: every ratio is to another policy"
+        )
+    if facts.unknown:
+        _log.warning(
+            "%d of %d sampled tokens have no finite behaviour log-prob and are left out", facts.unknown, facts.tokens
+        )
+    return StoredAnswers(store, rank=accelerator.process_index, ranks=accelerator.num_processes)
 
 
 def open_policy(name: str, options: Any) -> LoadedModel:

@@ -56,14 +56,16 @@ class Built:
     """Puts all state, and the given extra, into a checkpoint's directory."""
     read: Callable[[Path], dict[str, Any]]
     """Puts it back from there, the learner's included, and returns the extra."""
-    save_model: Callable[[Path], None]
-    """Writes the final model."""
+    save_model: Callable[[Path], None] | None
+    """Writes the final model; None if the job makes none."""
     is_finite: Callable[[], bool]
     """Whether all weights are."""
     evaluate: Callable[[int], dict[str, float]] | None = None
     """Numbers on held-out rows."""
     watch_run: Callable[[RunDir], None] = lambda run: None
     """Told the run directory before the first step."""
+    finish: Callable[[RunDir], None] = lambda run: None
+    """Told the run directory when the run is done."""
 
 
 def build_policy(
@@ -181,7 +183,9 @@ def _execute(command: str, options: Any, build: Build, progress: Progress, accel
         start = 0 if resumed is None else resumed.step
         outcome = loop.go(start=start, title=f"{command} in {path}")
         if run is not None and _has_result(outcome, built):
-            _write_model(run, built)
+            if built.save_model is not None:
+                _write_model(run, built.save_model)
+            built.finish(run)
         lines = read_lines(run.metrics.path) if run is not None else []
         return Run(path=path, outcome=outcome, metrics=list(lines))
 
@@ -322,10 +326,10 @@ def _describe(run: RunDir, command: str, config: Mapping[str, Any], resumed: Res
     write_atomically(run.run, json.dumps(about, indent=1).encode())
 
 
-def _write_model(run: RunDir, built: Built) -> None:
+def _write_model(run: RunDir, save_model: Callable[[Path], None]) -> None:
     """The final model, written aside and then renamed."""
     aside = run.path / f"model.tmp-{uuid.uuid4().hex[:8]}"
-    built.save_model(aside)
+    save_model(aside)
     shutil.rmtree(run.model, ignore_errors=True)
     aside.replace(run.model)
 

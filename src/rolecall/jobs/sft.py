@@ -9,14 +9,17 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from rolecall.config.agents import AgentOptions
 from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.config.sft import SFTOptions
 from rolecall.errors import UserError
+from rolecall.jobs.agents import env_source, episode_rows, open_arena, open_envs
 from rolecall.jobs.data import demonstrated, label, open_reward, prompt_rows, rendered_rows
 from rolecall.jobs.rl import open_policy, sampler
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options
 from rolecall.policy.model import PolicyModel
+from rolecall.recipes.episodes import EnvOnly, EpisodeEvaluator
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.rl import engine_weights
 from rolecall.recipes.sft import SFTLearner
@@ -84,31 +87,39 @@ def _build(
         policy=policy,
         module=module,
         optimizer=optimizer,
-        evaluate=_evaluator(options, policy, source, stack),
+        evaluate=task_evaluator(options, policy, source, stack),
     )
 
 
-def _evaluator(options: SFTOptions, policy: Any, source: Any, stack: ExitStack) -> Any:
-    """Greedy answers to held-out prompts, scored by the task; None for rows that bring no reward."""
+def task_evaluator(options: Any, policy: Any, source: Any, stack: ExitStack) -> Any:
+    """Greedy answers to a task's held-out prompts, scored by the task; None if there shall be no evaluation."""
     if not options.eval.every:
         return None
-    test = task_reward = None
-    if isinstance(source, str) and hasattr(resolve_rows(source), "gold"):
-        _, test, task_reward = prompt_rows(source, options.eval, seed=options.seed)
-    if task_reward is None or test is None:
-        raise UserError("sft evaluates with a task's own reward, and these rows are of no task: leave out eval.every")
-    reward = open_reward((), task_reward, stack, weights=None, deadline_s=60.0)
     engine = sampler(policy, options)
-    evaluator = Evaluator(
-        policy=policy,
-        engine=engine,
-        reward=reward,
-        rows=test,
-        sampling=Sampling(max_new_tokens=options.max_new_tokens),
-        chat=options.chat,
-        samples=options.eval.samples,
-        seed=options.seed,
-    )
+    how: dict[str, Any] = {
+        "sampling": Sampling(max_new_tokens=options.max_new_tokens),
+        "samples": options.eval.samples,
+        "seed": options.seed,
+    }
+    evaluator: Evaluator | EpisodeEvaluator
+    env = env_source(None, source)
+    if env is not None:
+        _, held_out = episode_rows(env, None, options.eval, n=1, seed=options.seed)
+        assert held_out is not None
+        limits = AgentOptions()
+        envs = open_envs(env, limits, stack)
+        arena = open_arena(envs, limits, policy=policy, engine=engine, reward=EnvOnly(), chat=options.chat)
+        evaluator = EpisodeEvaluator(arena, rows=held_out, **how)
+    else:
+        test = task_reward = None
+        if isinstance(source, str) and hasattr(resolve_rows(source), "gold"):
+            _, test, task_reward = prompt_rows(source, options.eval, seed=options.seed)
+        if task_reward is None or test is None:
+            raise UserError(
+                "sft evaluates with a task's own reward, and these rows are of no task: leave out eval.every"
+            )
+        reward = open_reward(options.eval.reward, task_reward, stack, weights=None, deadline_s=60.0)
+        evaluator = Evaluator(policy=policy, engine=engine, reward=reward, rows=test, chat=options.chat, **how)
 
     def evaluate(step: int) -> dict[str, float]:
         engine.load(engine_weights(policy), step)

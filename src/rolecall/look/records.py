@@ -17,7 +17,7 @@ from rolecall.experience.parquet import Ragged, StoreError, read_table
 from rolecall.experience.store import ROLLOUTS
 from rolecall.experience.updates import UPDATES
 from rolecall.look.losses import PREFIX, loss_terms, row_sums
-from rolecall.look.tokens import Pass, Sample, Span
+from rolecall.look.tokens import KEPT, Pass, Sample, Span
 from rolecall.maths.kl import KINDS, kl_estimate
 from rolecall.maths.roles import Role, Verdict
 from rolecall.types import Finish
@@ -95,7 +95,7 @@ def samples(
 ) -> tuple[list[Sample], int]:
     """The chosen trajectories, then as many others of their groups as there is room for; and how many had none."""
     table, chosen = record.rollouts, choose(record, clip=clip)
-    lengths = Ragged.read(table["ids"]).lengths
+    lengths = np.minimum(Ragged.read(table["ids"]).lengths, 2 * KEPT)
     # The agents of an episode belong side by side, as the answers to a prompt do.
     groups = table["episode" if unit == "step" else "group"].to_pylist()
     wanted = [groups[row] for row in chosen]
@@ -131,7 +131,8 @@ def _sample(
     number = row["episode"] if row["sample"] is None or several else row["sample"]
     what = "episode" if unit == "step" or several else "answer"
     facts = [("score", "none" if row["score"] is None else f"{row['score']:.4g}"), ("ended by", row["finish"])]
-    facts += [(f"score, {name}", "failed" if part is None else f"{part:.4g}") for name, part in row["scores"]]
+    parts = [(one["part"], one["score"]) for one in row["scores"]]
+    facts += [(f"score, {name}", "failed" if score is None else f"{score:.4g}") for name, score in parts]
     if row["reward_failure"]:
         facts.append(("reward failed", row["reward_failure"]))
     facts.append((f"{unit}s", str(len(row["ids"]))))

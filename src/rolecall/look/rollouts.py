@@ -1,6 +1,7 @@
 """The rollouts of a run, token by token, and where a step's loss comes from."""
 
 from collections.abc import Mapping
+from math import isnan
 from typing import Any
 
 from rolecall.look.charts import is_number
@@ -96,6 +97,8 @@ def _verdict(check: LossCheck, made: int, about: Mapping[str, Any]) -> str:
     if check.difference is None:
         return f"<p>{how} {sum_}. The metrics have no loss for this step to compare with.</p>"
     logged = f'<code>loss</code> in metrics.jsonl is <b class="logged-loss">{_exact(check.logged)}</b>'
+    if isnan(check.mean) and isnan(float(check.logged or 0)):
+        return f'<p class="off">{how} {sum_}; {logged}: the loss of this step was not finite.</p>'
     gap = f'difference <b class="loss-difference">{_gap(check.difference)}</b>'
     if check.agrees:
         size = f"Their absolute values add up to {check.size:.4g}."

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from rolecall.maths.checks import check_choice, check_mask, keep
@@ -70,22 +70,40 @@ def masked_whiten(
     return keep(mask, scaled if shift_mean else scaled + mean)
 
 
-def token_count(mask: Bool[Tensor, "batch time"]) -> Float[Tensor, ""]:
+Lengths = Float[Tensor, "batch"] | None
+"""Positions that count in the whole sequence of which a row is a part. None: every row is a whole sequence."""
+
+
+def sequence_lengths(mask: Bool[Tensor, "batch time"], sequences: Int[Tensor, "batch"] | None) -> Lengths:
+    """The positions that count in each row's sequence; rows with the same number in `sequences` are parts of one."""
+    if sequences is None:
+        return None
+    names, index = torch.unique(sequences, return_inverse=True)
+    counts = mask.sum(dim=1).double()
+    return counts.new_zeros(len(names)).index_add(0, index, counts)[index]
+
+
+def token_count(mask: Bool[Tensor, "batch time"], lengths: Lengths = None) -> Float[Tensor, ""]:
     """Positions that count."""
     return mask.sum().double()
 
 
-def sequence_count(mask: Bool[Tensor, "batch time"]) -> Float[Tensor, ""]:
-    """Sequences with at least one position that counts: an all-untrained row is in no denominator."""
-    return mask.any(dim=1).sum().double()
+def sequence_count(mask: Bool[Tensor, "batch time"], lengths: Lengths = None) -> Float[Tensor, ""]:
+    """Sequences with at least one position that counts: an all-untrained row is in no denominator.
+
+    The parts of a sequence add up to 1, each by its share of the positions.
+    """
+    if lengths is None:
+        return mask.any(dim=1).sum().double()
+    return (mask.sum(dim=1).double() / lengths.clamp(min=1)).sum()
 
 
-def _nothing(mask: Tensor) -> Tensor:
+def _nothing(mask: Tensor, lengths: Tensor | None = None) -> Tensor:
     return torch.zeros((), dtype=torch.float64, device=mask.device)
 
 
 # mode: what the sum over positions (or over rows of row means) is divided by
-_DENOMINATORS: dict[str, Callable[[Tensor], Tensor]] = {
+_DENOMINATORS: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
     "token-mean": token_count,
     "token-sum": _nothing,
     "seq-mean-token-mean": sequence_count,
@@ -95,14 +113,14 @@ _DENOMINATORS: dict[str, Callable[[Tensor], Tensor]] = {
 MODES = tuple(_DENOMINATORS)
 
 
-def denominator_of(mask: Bool[Tensor, "batch time"], *, mode: str) -> Float[Tensor, ""]:
+def denominator_of(mask: Bool[Tensor, "batch time"], *, mode: str, lengths: Lengths = None) -> Float[Tensor, ""]:
     """What `aggregate` divides by for this mask, so that it can be summed over micro-batches and ranks beforehand.
 
-    0 for token-sum, which divides by nothing however many pieces there are.
+    0 for token-sum, which divides by nothing however many pieces there are. `lengths` come from `sequence_lengths`.
     """
     check_choice("mode", mode, MODES)
     check_mask(mask)
-    return _DENOMINATORS[mode](mask)
+    return _DENOMINATORS[mode](mask, lengths)
 
 
 def aggregate(
@@ -138,8 +156,12 @@ def position_weights(
     mode: str,
     denominator: Float[Tensor, ""] | float | None = None,
     norm: float | None = None,
+    lengths: Lengths = None,
 ) -> Float[Tensor, "batch time"]:
-    """How much each position counts in `aggregate`, which is the sum of values times these weights. In float64."""
+    """How much each position counts in `aggregate`, which is the sum of values times these weights. In float64.
+
+    With `lengths` a row is a part of a sequence, and its positions count as they would in the whole.
+    """
     check_choice("mode", mode, MODES)
     check_mask(mask)
     if (norm is not None) != (mode == "seq-mean-token-sum-norm"):
@@ -149,8 +171,9 @@ def position_weights(
     if norm is not None and norm <= 0:
         raise ValueError(f"norm must be a positive length, got {norm}")
     if denominator is None:
-        denominator = _DENOMINATORS[mode](mask)
+        denominator = _DENOMINATORS[mode](mask, lengths)
     divisor = torch.as_tensor(denominator, dtype=torch.float64, device=mask.device)
     divisor = torch.where(divisor == 0, 1.0, divisor) * (1.0 if norm is None else norm)
-    per_row = mask.sum(dim=1, keepdim=True).clamp(min=1) if mode == "seq-mean-token-mean" else 1
+    counts = mask.sum(dim=1, keepdim=True) if lengths is None else lengths[:, None]
+    per_row = counts.clamp(min=1) if mode == "seq-mean-token-mean" else 1
     return keep(mask, 1 / (divisor * per_row))

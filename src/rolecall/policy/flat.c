@@ -35,8 +35,8 @@ static inline void put_bf16(bf16 *p, float x) { /* to nearest, ties to even, as 
 
 #define KERNELS(T, get, put)                                                                                           \
     /* out = weight * x * factor, factor = 1 / rms(x), which is kept. x, out [rows, width]. */                         \
-    void norm_##T(const float *x, const float *weight, T *out, float *factors, int64_t rows, int64_t width, float eps, \
-                  int threads) {                                                                                       \
+    void norm_##T(const float *restrict x, const float *restrict weight, T *restrict out, float *restrict factors,     \
+                  int64_t rows, int64_t width, float eps, int threads) {                                               \
         _Pragma("omp parallel for schedule(static) num_threads(threads)")                                              \
         for (int64_t r = 0; r < rows; r++) {                                                                           \
             const float *here = x + r * width;                                                                         \
@@ -49,8 +49,9 @@ static inline void put_bf16(bf16 *p, float x) { /* to nearest, ties to even, as 
                                                                                                                        \
     /* dx = factor * (g - n * mean(g * n)) with n = x * factor and g = weight * dout; partial [blocks, width] holds    \
      * each block's sum of dout * n. */                                                                                \
-    void norm_back_##T(const float *x, const float *weight, const float *factors, const T *dout, float *dx,            \
-                       float *partial, int64_t rows, int64_t width, int threads) {                                     \
+    void norm_back_##T(const float *restrict x, const float *restrict weight, const float *restrict factors,           \
+                       const T *restrict dout, float *restrict dx, float *restrict partial, int64_t rows,              \
+                       int64_t width, int threads) {                                                                   \
         _Pragma("omp parallel for schedule(static) num_threads(threads)")                                              \
         for (int64_t block = 0; block < (rows + BLOCK - 1) / BLOCK; block++) {                                         \
             float *sums = partial + block * width;                                                                     \
@@ -72,8 +73,8 @@ static inline void put_bf16(bf16 *p, float x) { /* to nearest, ties to even, as 
     }                                                                                                                  \
                                                                                                                        \
     /* Rotate the first `heads` heads of qkv [rows, stride] in place; sign -1 rotates back. cos, sin [rows, half]. */  \
-    void rotate_##T(T *qkv, const float *cos, const float *sin, int64_t rows, int64_t stride, int64_t heads,           \
-                    int64_t half, float sign, int threads) {                                                           \
+    void rotate_##T(T *restrict qkv, const float *restrict cos, const float *restrict sin, int64_t rows,               \
+                    int64_t stride, int64_t heads, int64_t half, float sign, int threads) {                            \
         _Pragma("omp parallel for schedule(static) num_threads(threads)")                                              \
         for (int64_t r = 0; r < rows; r++)                                                                             \
             for (int64_t h = 0; h < heads; h++) {                                                                      \
@@ -88,7 +89,7 @@ static inline void put_bf16(bf16 *p, float x) { /* to nearest, ties to even, as 
     }                                                                                                                  \
                                                                                                                        \
     /* out = silu(gate) * up from gate_up [rows, 2 width]. */                                                          \
-    void gate_##T(const T *gate_up, T *out, int64_t rows, int64_t width, int threads) {                                \
+    void gate_##T(const T *restrict gate_up, T *restrict out, int64_t rows, int64_t width, int threads) {              \
         _Pragma("omp parallel for schedule(static) num_threads(threads)")                                              \
         for (int64_t r = 0; r < rows; r++)                                                                             \
             for (int64_t d = 0; d < width; d++) {                                                                      \
@@ -98,8 +99,8 @@ static inline void put_bf16(bf16 *p, float x) { /* to nearest, ties to even, as 
     }                                                                                                                  \
                                                                                                                        \
     /* The same again into out, and the gradient of gate_up. */                                                        \
-    void gate_back_##T(const T *gate_up, const T *dout, T *out, T *dgate_up, int64_t rows, int64_t width,              \
-                       int threads) {                                                                                  \
+    void gate_back_##T(const T *restrict gate_up, const T *restrict dout, T *restrict out, T *restrict dgate_up,       \
+                       int64_t rows, int64_t width, int threads) {                                                     \
         _Pragma("omp parallel for schedule(static) num_threads(threads)")                                              \
         for (int64_t r = 0; r < rows; r++)                                                                             \
             for (int64_t d = 0; d < width; d++) {                                                                      \

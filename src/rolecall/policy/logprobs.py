@@ -118,13 +118,14 @@ def fused_loss(
     loss: ChunkLoss,
     *,
     row_ends: Sequence[int],
-    values: PerToken | None = None,
+    values: Float[Tensor, "n *channels"] | None = None,
     chunk: int | None = None,
 ) -> FusedLoss:
     """The sum of a loss over chunks of whole rows, with the head's gradient computed on the way.
 
     `row_ends` are the ends of the rows among the n positions; a chunk never splits a row, so `loss` may look along a
-    row (GSPO) but not across rows. Gradients reach `hidden`, the head and `values`.
+    row (GSPO) but not across rows. Gradients reach `hidden`, the head and `values`: whatever else the loss needs of each
+    position, one number or several.
     """
     _check(hidden, head.weight, targets)
     spans = _spans(row_ends, chunk or _chunk_for(head.weight))
@@ -261,7 +262,10 @@ class _HeadGradients:
         if self.hidden is not None:
             self.hidden[part] = (grad @ self._head.weight).to(self.hidden.dtype)
         if self.weight is not None:
-            self.weight.addmm_(grad.T, self._source[part].to(grad.dtype))
+            if torch.is_autocast_enabled(grad.device.type):  # the product in the working dtype, the sum in the weight's
+                self.weight += grad.T @ self._source[part]
+            else:
+                self.weight.addmm_(grad.T, self._source[part].to(grad.dtype))
         if self.bias is not None:
             self.bias += grad.sum(0)
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from rolecall.policy.logprobs import Head, fused_loss, token_logprobs
+from rolecall.policy.logprobs import Head, exact_token_kl, fused_loss, token_logprobs
 from rolecall.policy.trunk import Trunk
 
 
@@ -21,10 +21,16 @@ class Outputs(NamedTuple):
     logprobs: Float[Tensor, "batch time"]
     entropy: Float[Tensor, "batch time"]
     values: Float[Tensor, "batch time"] | None
+    kl: Float[Tensor, "batch time"] | None = None
+    """The exact KL to the reference, if one was given to compare with."""
 
 
 RowLoss = Callable[[Outputs, slice], Tensor]
 """(outputs of some rows, which rows) -> a scalar, already divided by its denominators."""
+
+
+Against = Callable[[Tensor, Tensor, float], tuple[Tensor, Head]]
+"""(ids, asked, temperature) -> `PolicyModel.read` of the reference."""
 
 
 class PolicyModel(nn.Module):
@@ -50,10 +56,12 @@ class PolicyModel(nn.Module):
         *,
         temperature: float,
         loss: RowLoss | None = None,
+        against: Against | None = None,
     ) -> Any:
         """Scores of the wanted tokens as `Outputs`; or, given a loss, (its value, `Outputs` without gradient).
 
-        The loss path computes the head's gradient on the way, in chunks of whole rows.
+        The loss path computes the head's gradient on the way, in chunks of whole rows. With `against`, also the KL to
+        the reference over the whole vocabulary at every wanted position.
         """
         # Token t is read from the hidden state at t - 1; token 0 has none before it.
         asked = wanted[:, 1:]
@@ -61,11 +69,19 @@ class PolicyModel(nn.Module):
         picked = self._hidden(ids, asked)
         values = self._values(ids, picked, asked)
         head = self._head(temperature)
+        kl = None if against is None else exact_token_kl(picked, head, *against(ids, asked, temperature))
+        held = [x for x in (values, kl) if x is not None]
+        beside = torch.stack(held, dim=1) if held else None
 
         def unpick(x: Tensor, rows: slice) -> Tensor:
             """[n] of some rows' wanted positions -> [rows, time]."""
             place = nn.functional.pad(asked[rows], (1, 0))
             return torch.zeros(place.shape, dtype=x.dtype, device=x.device).masked_scatter(place, x)
+
+        def outputs(logprobs: Tensor, entropy: Tensor, more: Tensor | None, rows: slice) -> Outputs:
+            columns = [] if more is None else [unpick(column, rows) for column in more.unbind(dim=1)]
+            spread = columns[0] if values is not None else None
+            return Outputs(unpick(logprobs, rows), unpick(entropy, rows), spread, columns[-1] if against else None)
 
         everything = slice(0, len(ids))
         if loss is None:
@@ -78,26 +94,29 @@ class PolicyModel(nn.Module):
                 logit_scale=head.logit_scale,
                 soft_cap=head.soft_cap,
             )
-            spread = None if values is None else unpick(values, everything)
-            return Outputs(unpick(scores.logprobs, everything), unpick(scores.entropy, everything), spread)
+            return outputs(scores.logprobs, scores.entropy, beside, everything)
 
         ends = asked.sum(dim=1).cumsum(0)
         row_of = {0: 0} | {int(end): row + 1 for row, end in enumerate(ends)}  # empty rows: the last of them wins
 
-        def chunk_loss(logprobs: Tensor, entropy: Tensor, part_values: Tensor | None, start: int, stop: int) -> Tensor:
+        def chunk_loss(logprobs: Tensor, entropy: Tensor, part: Tensor | None, start: int, stop: int) -> Tensor:
             rows = slice(row_of[start], row_of[stop])
-            spread = None if part_values is None else unpick(part_values, rows)
-            return loss(Outputs(unpick(logprobs, rows), unpick(entropy, rows), spread), rows)
+            return loss(outputs(logprobs, entropy, part, rows), rows)
 
-        fused = fused_loss(picked, head, targets, chunk_loss, row_ends=ends.tolist(), values=values)
-        spread = None if values is None else unpick(values.detach(), everything)
+        fused = fused_loss(picked, head, targets, chunk_loss, row_ends=ends.tolist(), values=beside)
         # A micro-batch in which nothing trains still reaches every parameter, with gradient 0 (DDP waits for all of them).
         idle = (
-            0.0 * (picked.sum() + head.weight.sum() + (0 if values is None else values.sum()))
+            0.0 * (picked.sum() + head.weight.sum() + (0 if beside is None else beside.sum()))
             if not len(targets)
             else 0.0
         )
-        return fused.loss + idle, Outputs(unpick(fused.logprobs, everything), unpick(fused.entropy, everything), spread)
+        known = None if beside is None else beside.detach()
+        return fused.loss + idle, outputs(fused.logprobs, fused.entropy, known, everything)
+
+    def read(self, ids: Tensor, asked: Tensor, temperature: float) -> tuple[Tensor, Head]:
+        """(hidden states before the asked tokens, the head): what another policy is compared with. `asked` is
+        [batch, time - 1], one entry per token but the first."""
+        return self._hidden(ids, asked), self._head(temperature)
 
     def _language_model(self) -> Any:
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model

@@ -69,12 +69,14 @@ def render(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     add_generation_prompt: bool | None = None,
     stop_ids: Collection[int] | None = None,
+    observed_from: int | None = None,
 ) -> Rendered:
     """Render a conversation, or encode a plain prompt.
 
     train="sampled": everything is PROMPT, for text that is only there to be answered. "assistant": of every assistant
     message what the model would have written is CONTENT and its end of turn STOP. "last_assistant": of the last only.
     `add_generation_prompt` defaults to whether the last message is somebody else's; `stop_ids` to the tokenizer's.
+    With "sampled", what the messages from number `observed_from` on say is OBSERVATION.
     """
     if train not in ("sampled", "assistant", "last_assistant"):
         raise ValueError(f"unknown train {train!r}; choose 'sampled', 'assistant' or 'last_assistant'")
@@ -88,9 +90,10 @@ def render(
     messages = _with_system_prompt(messages, system_prompt)
     assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     wanted = {"sampled": [], "assistant": assistants, "last_assistant": assistants[-1:]}[train]
-    return _render_messages(
-        _Template(tokenizer, chat_template_kwargs, stop_ids), messages, wanted, add_generation_prompt
-    )
+    template = _Template(tokenizer, chat_template_kwargs, stop_ids)
+    if observed_from is not None:
+        return _render_observed(template, messages, observed_from)
+    return _render_messages(template, messages, wanted, add_generation_prompt)
 
 
 def render_pair(
@@ -334,6 +337,19 @@ def _render_messages(
     # A token that begins in the template and reaches into an answer was not the model's to choose.
     by_token = tuple(roles[start] if start < len(roles) else int(Role.PROMPT) for start, _ in spans)
     return Rendered(ids=tuple(ids), roles=by_token, turns=_runs(by_token))
+
+
+def _render_observed(template: _Template, messages: Sequence[Message], first: int) -> Rendered:
+    """A prompt of which the messages from `first` on were heard, not given by the task."""
+    text, before = template.text(messages, True), template.text(messages[:first], False)
+    # Where the template does not keep the first messages apart, all that differs counts as heard.
+    offset = _common(text, before)
+    roles = [int(Role.PROMPT)] * len(text)
+    for start, end in template.contents(messages[:first], messages[first:], after=text, offset=offset):
+        roles[start:end] = [int(Role.OBSERVATION)] * (end - start)
+    ids, spans = template.encode(text)
+    by_token = tuple(roles[start] if start < len(roles) else int(Role.PROMPT) for start, _ in spans)
+    return Rendered(ids=tuple(ids), roles=by_token)
 
 
 def _trainable_answer(template: _Template, messages: Sequence[Message], k: int) -> _Answer | None:

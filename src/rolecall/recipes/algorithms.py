@@ -1,10 +1,11 @@
-"""PPO, GRPO and REINFORCE: each an advantage and a loss, a few lines apart.
+"""The algorithms of `rolecall rl`: each is an advantage and a policy loss, and most are one line of either.
 
     advantage(batch) -> [batch] or [batch, time], or a pair (advantages, returns) where there is a critic
     loss(outputs, batch) -> {term: Term}
 
 `AlgorithmOptions` holds the choices, `Knobs` the numbers that move while training. What an algorithm needs of the batch
-(scores, rewards, values, old and reference log-probs) has been computed before it is asked.
+(scores, rewards, values, old and reference log-probs) has been computed before it is asked. docs/algorithms has a page
+for each.
 """
 
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from rolecall.config.rl import AlgorithmOptions
 from rolecall.maths import advantages as adv
 from rolecall.maths import losses
 from rolecall.maths.kl import kl_estimate
-from rolecall.maths.reduce import masked_moments, masked_whiten
-from rolecall.maths.returns import gae
+from rolecall.maths.reduce import masked_mean, masked_moments, masked_whiten
+from rolecall.maths.returns import discounted_returns, gae
 from rolecall.maths.roles import TrainRule
 from rolecall.policy.model import Outputs
 from rolecall.train.step import Loss, Term, trained
@@ -33,6 +34,8 @@ class Knobs:
 
     kl_coef: float = 0.0
     """The KL controller's coefficient now."""
+    entropy_coef: float = 0.0
+    """The entropy bonus's coefficient now."""
     baseline: float = 0.0
     """The moving average of scores, for REINFORCE."""
     max_new_tokens: int = 1
@@ -51,88 +54,134 @@ class Algorithm:
     loss: Loss
 
 
-def grpo(o: AlgorithmOptions, knobs: Knobs) -> Algorithm:
-    """Shao et al. 2024: an answer is as good as it is better than the other answers to its prompt."""
-
-    def advantage(batch: Batch) -> Tensor:
-        scores, include = worth(o, batch), scored(batch)
-        if o.scale == "batch":
-            centred = adv.grpo(scores, batch.groups, scale=None, include=include)
-            return centred / (spread(scores, include, knobs) + 1e-4)
-        return adv.grpo(scores, batch.groups, scale=None if o.scale == "none" else o.scale, include=include)
-
-    def loss(out: Outputs, batch: Batch) -> dict[str, Term]:
-        return {"policy": clipped(o, knobs, out, batch), **regularisers(o, knobs, out, batch)}
-
-    return Algorithm(advantage=advantage, loss=loss)
+# -- advantages: how much better an answer, or a token of it, is than was to be expected ------------------------------
 
 
-def ppo(o: AlgorithmOptions, knobs: Knobs) -> Algorithm:
-    """Schulman et al. 2017: advantages from a critic by GAE, returns from the *raw* advantages, then whitened."""
-
-    def advantage(batch: Batch) -> tuple[Tensor, Tensor]:
-        steps = TrainRule(stop=o.train_stop).eligible(batch.roles)
-        rewards = need(batch.rewards)
-        if o.whiten_rewards:
-            rewards = whiten(rewards, trained(batch), knobs, shift_mean=False)
-        raw, returns = gae(rewards, need(batch.values), steps, gamma=o.gamma, lam=o.lam, bootstrap=knobs.bootstrap)
-        return whiten(raw, trained(batch), knobs), returns
-
-    def loss(out: Outputs, batch: Batch) -> dict[str, Term]:
-        mask = trained(batch)
-        value = losses.value_clip(need(out.values), need(batch.values), need(batch.returns), mask, clip=o.value_clip)
-        return {
-            "policy": clipped(o, knobs, out, batch),
-            "value": Term(values=value, mask=mask, mode="token-mean", coef=o.vf_coef),
-            **regularisers(o, knobs, out, batch),
-        }
-
-    return Algorithm(advantage=advantage, loss=loss)
+def grpo(o: AlgorithmOptions, knobs: Knobs, batch: Batch) -> Tensor:
+    """Shao et al. 2024: an answer is as good as it is better than the mean of its group, in units of a deviation."""
+    scores, include = worth(o, batch), scored(batch)
+    if o.scale == "batch":
+        centred = adv.grpo(scores, batch.groups, scale=None, include=include)
+        return centred / (spread(scores, include, knobs) + 1e-4)
+    return adv.grpo(scores, batch.groups, scale=None if o.scale == "none" else o.scale, include=include)
 
 
-def reinforce(o: AlgorithmOptions, knobs: Knobs) -> Algorithm:
-    """Williams 1992: log-probs times score minus a baseline; no ratio, so one optimiser step per rollout."""
-
-    def advantage(batch: Batch) -> Tensor:
-        scores, include = worth(o, batch), scored(batch)
-        if o.baseline == "prompt":
-            return adv.reinforce(scores, adv.group_mean(scores, batch.groups, include=include), include=include)
-        if o.baseline == "mean":
-            return adv.reinforce(scores, float(moments(scores, include, knobs)[0]), include=include)
-        return adv.reinforce(scores, knobs.baseline if o.baseline == "ema" else 0.0, include=include)
-
-    def loss(out: Outputs, batch: Batch) -> dict[str, Term]:
-        mask = trained(batch)
-        values = weighted(losses.reinforce(out.logprobs, need(batch.advantages), mask), batch)
-        return {
-            "policy": policy_term(o, knobs, values, batch),
-            **regularisers(o, knobs, out, batch),
-        }
-
-    return Algorithm(advantage=advantage, loss=loss)
+def rloo(o: AlgorithmOptions, knobs: Knobs, batch: Batch) -> Tensor:
+    """Ahmadian et al. 2024: than the mean of the *other* answers of its group."""
+    return adv.rloo(worth(o, batch), batch.groups, include=scored(batch))
 
 
-ALGORITHMS: dict[str, Callable[[AlgorithmOptions, Knobs], Algorithm]] = {
+def opo(o: AlgorithmOptions, knobs: Knobs, batch: Batch) -> Tensor:
+    """Hao et al. 2025: than the mean of its group weighted by length."""
+    return adv.opo(worth(o, batch), trained(batch).sum(dim=1), batch.groups, include=scored(batch))
+
+
+def remax(o: AlgorithmOptions, knobs: Knobs, batch: Batch) -> Tensor:
+    """Li et al. 2023: than the greedy answer to its prompt."""
+    greedy = need(batch.baselines)
+    return adv.remax(worth(o, batch), greedy, include=scored(batch) & ~greedy.isnan())
+
+
+def reinforce(o: AlgorithmOptions, knobs: Knobs, batch: Batch) -> Tensor:
+    """Williams 1992: than a baseline."""
+    scores, include = worth(o, batch), scored(batch)
+    if o.baseline == "prompt":
+        return adv.reinforce(scores, adv.group_mean(scores, batch.groups, include=include), include=include)
+    if o.baseline == "mean":
+        return adv.reinforce(scores, float(moments(scores, include, knobs)[0]), include=include)
+    return adv.reinforce(scores, knobs.baseline if o.baseline == "ema" else 0.0, include=include)
+
+
+def reinforce_pp(o: AlgorithmOptions, knobs: Knobs, batch: Batch) -> Tensor:
+    """Hu 2025: the rewards from a token on, whitened over all tokens of the batch."""
+    returns = discounted_returns(need(batch.rewards), steps(o, batch), gamma=o.gamma)
+    return whiten(returns, trained(batch), knobs)
+
+
+def reinforce_pp_baseline(o: AlgorithmOptions, knobs: Knobs, batch: Batch) -> Tensor:
+    """Hu 2025: than the mean of its group, then whitened over all tokens of the batch."""
+    scores, include, mask = worth(o, batch), scored(batch), trained(batch)
+    centred = adv.dr_grpo(scores, batch.groups, include=include)[:, None].expand_as(mask)
+    return adv.reinforce_pp_baseline(
+        scores, batch.groups, mask, include=include, moments=moments(centred, mask & include[:, None], knobs)
+    )
+
+
+def ppo(o: AlgorithmOptions, knobs: Knobs, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Schulman et al. 2017: from a critic by GAE; returns from the *raw* advantages, which are then whitened."""
+    rewards = need(batch.rewards)
+    if o.whiten_rewards:
+        rewards = whiten(rewards, trained(batch), knobs, shift_mean=False)
+    raw, returns = gae(
+        rewards, need(batch.values), steps(o, batch), gamma=o.gamma, lam=o.lam, bootstrap=knobs.bootstrap
+    )
+    return whiten(raw, trained(batch), knobs), returns
+
+
+ADVANTAGES: dict[str, Callable[[AlgorithmOptions, Knobs, Batch], Tensor | tuple[Tensor, Tensor]]] = {
     "grpo": grpo,
-    "ppo": ppo,
+    "rloo": rloo,
+    "opo": opo,
+    "remax": remax,
     "reinforce": reinforce,
+    "reinforce++": reinforce_pp,
+    "reinforce++-baseline": reinforce_pp_baseline,
+    "ppo": ppo,
+}
+
+# -- losses per position, of log-probs, old log-probs, advantages and the mask -----------------------------------------
+
+POLICY_LOSSES: dict[str, Callable[[AlgorithmOptions, Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "clip": lambda o, new, old, a, mask: losses.ppo_clip(
+        new, old, a, mask, clip_low=o.clip_low, clip_high=o.clip_high, dual_clip=o.dual_clip
+    ),
+    "gspo": lambda o, new, old, a, mask: losses.gspo(new, old, a, mask, clip_low=o.clip_low, clip_high=o.clip_high),
+    "cispo": lambda o, new, old, a, mask: losses.cispo(new, old, a, mask, clip_low=o.clip_low, clip_high=o.clip_high),
+    "reinforce": lambda o, new, old, a, mask: losses.reinforce(new, a, mask),
 }
 
 
-def clipped(o: AlgorithmOptions, knobs: Knobs, out: Outputs, batch: Batch) -> Term:
-    """PPO's clipped policy loss. Without old log-probs the ratio is exactly 1 and only its gradient is left."""
+def algorithm_of(o: AlgorithmOptions, knobs: Knobs) -> Algorithm:
+    """The algorithm that the options name."""
+
+    def advantage(batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
+        return ADVANTAGES[o.name](o, knobs, batch)
+
+    def loss(out: Outputs, batch: Batch) -> dict[str, Term]:
+        terms = {"policy": policy_term(o, knobs, policy_loss(o, out, batch), batch)}
+        if o.critic != "none":
+            terms["value"] = value_term(o, out, batch)
+        return terms | regularisers(o, knobs, out, batch)
+
+    return Algorithm(advantage=advantage, loss=loss)
+
+
+def policy_loss(o: AlgorithmOptions, out: Outputs, batch: Batch) -> Tensor:
+    """[batch, time]. Without old log-probs the ratio is exactly 1 and only its gradient is left."""
     mask = trained(batch)
     old = out.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    values = losses.ppo_clip(
-        out.logprobs,
-        old,
-        need(batch.advantages),
-        mask,
-        clip_low=o.clip_low,
-        clip_high=o.clip_high,
-        dual_clip=o.dual_clip,
-    )
-    return policy_term(o, knobs, weighted(values, batch), batch)
+    values = POLICY_LOSSES[o.policy_loss](o, out.logprobs, old, need(batch.advantages), mask)
+    return weighted(values, batch)
+
+
+def clipped(o: AlgorithmOptions, new: Tensor, old: Tensor, a: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """[batch, time] bool: where the ratio lies beyond its lower, and its upper clip, and is therefore held there.
+
+    gspo's ratio is that of the answer; cispo holds its weight there whatever the advantage's sign.
+    """
+    rho = losses.ratio(new, old, mask)
+    if o.policy_loss == "gspo":
+        mean = masked_mean(torch.where(mask, new - old, 0), mask, dim=1)[:, None]
+        rho = torch.where(mask, mean.exp(), 0)
+    low, high = mask & (rho < 1 - o.clip_low), mask & (rho > 1 + o.clip_high)
+    return (low, high) if o.policy_loss == "cispo" else (low & (a < 0), high & (a > 0))
+
+
+def value_term(o: AlgorithmOptions, out: Outputs, batch: Batch) -> Term:
+    """The critic's squared error."""
+    mask = trained(batch)
+    value = losses.value_clip(need(out.values), need(batch.values), need(batch.returns), mask, clip=o.value_clip)
+    return Term(values=value, mask=mask, mode="token-mean", coef=o.vf_coef)
 
 
 def policy_term(o: AlgorithmOptions, knobs: Knobs, values: Tensor, batch: Batch, coef: float = 1.0) -> Term:
@@ -145,12 +194,14 @@ def regularisers(o: AlgorithmOptions, knobs: Knobs, out: Outputs, batch: Batch) 
     """The KL to the reference, if it is in the loss, and the entropy bonus."""
     mask, terms = trained(batch), {}
     if o.kl_coef and o.kl_in == "loss":
-        kl = kl_estimate(out.logprobs, need(batch.ref_logprobs), mask, kind=o.kl_kind, straight_through=True)
+        if o.kl_kind == "exact":
+            kl = torch.where(mask, need(out.kl), 0)
+        else:
+            kl = kl_estimate(out.logprobs, need(batch.ref_logprobs), mask, kind=o.kl_kind, straight_through=True)
         terms["kl"] = policy_term(o, knobs, kl, batch, coef=knobs.kl_coef)
-    if o.entropy_coef:
-        terms["entropy"] = Term(
-            values=torch.where(mask, out.entropy, 0), mask=mask, mode="token-mean", coef=-o.entropy_coef
-        )
+    if o.entropy_coef or o.entropy_target is not None:
+        values = torch.where(mask, out.entropy, 0)
+        terms["entropy"] = Term(values=values, mask=mask, mode="token-mean", coef=-knobs.entropy_coef)
     return terms
 
 
@@ -159,8 +210,13 @@ def worth(o: AlgorithmOptions, batch: Batch) -> Tensor:
     scores = need(batch.scores)
     if not (o.kl_coef and o.kl_in == "reward"):
         return scores
-    placed = TrainRule(stop=o.train_stop).eligible(batch.roles).any(dim=1) & scored(batch)
+    placed = steps(o, batch).any(dim=1) & scored(batch)
     return torch.where(placed, need(batch.rewards).sum(dim=1), scores)
+
+
+def steps(o: AlgorithmOptions, batch: Batch) -> Tensor:
+    """The positions that rewards and returns walk over."""
+    return TrainRule(stop=o.train_stop).eligible(batch.roles)
 
 
 def moments(x: Tensor, mask: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor]:

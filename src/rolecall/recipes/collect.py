@@ -1,19 +1,36 @@
 """Where a step's experience comes from: rows are asked, answers are sampled and scored."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
 from rolecall.config.rl import RLOptions
 from rolecall.policy.load import LoadedModel
-from rolecall.recipes.sampling import answer_text, answered, as_completion, prompt_request, trajectory_of
-from rolecall.rewards.records import Reward, Sample, Scored
+from rolecall.recipes.ask import Answered, Asker
+from rolecall.rewards.records import Reward, Scored
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
 from rolecall.train.data import RowOrder
 from rolecall.train.timing import Timer
 from rolecall.types import Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """What dynamic sampling went through to fill a step."""
+
+    rounds: int
+    prompts: int
+    """Prompts that were asked, those that were replaced included."""
+    flat: int
+    """Of these, how many had answers that all score the same."""
+    score_sum: float
+    """Of all their answers' scores."""
+    scores: int
+    """How many answers had one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +47,10 @@ class Collected:
     """The row of the data that is answered."""
     seed: int
     """What the answers were sampled with, together with step, prompt and sample."""
+    baselines: Sequence[float | None] | None = None
+    """What the greedy answer to the same prompt scored, if one was asked for; None: its reward failed."""
+    drawn: Drawn | None = None
+    """With dynamic sampling: what it took."""
 
 
 class Collector(Protocol):
@@ -49,7 +70,11 @@ class Collector(Protocol):
 
 
 class Answers:
-    """One answer per sample: prompts are taken from the rows in order, each is answered `samples` times."""
+    """One answer per sample: prompts are taken from the rows in order, each is answered `samples` times.
+
+    With `resample`, as many new prompts are taken as groups turned out flat, until there is none or the rounds are used
+    up; then flat groups fill the rest. No row that was taken comes again before its next pass, and none is left out.
+    """
 
     def __init__(
         self,
@@ -62,54 +87,73 @@ class Answers:
         timer: Timer,
         rank: int = 0,
         ranks: int = 1,
+        all_sum: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> None:
-        """Of every step's prompts, rank r of n takes each n-th, from the r-th on."""
+        """Of every step's prompts, rank r of n takes each n-th, from the r-th on; `all_sum` adds over ranks."""
         self.options, self.policy, self.engine, self.reward, self.rows = options, policy, engine, reward, rows
-        self.timer, self.rank, self.ranks = timer, rank, ranks
+        self.timer, self.rank, self.ranks, self.all_sum = timer, rank, ranks, all_sum
         self.order = RowOrder(len(rows), seed=options.seed)
 
     def collect(self, step: int) -> Collected:
         """Sample answers to the next prompts and score them."""
-        options = self.options
-        chosen = self.order.take(options.prompts)[self.rank :: self.ranks]
-        rows = [self.rows[i] for i in chosen]
-        seed = options.seed + self.rank * 2**32
-        requests = [
-            prompt_request(
-                self.policy, row, options.chat, options.sampling, n=options.samples, seed=seed, step=step, prompt=i
-            )
-            for i, row in enumerate(rows)
-        ]
-        with self.timer.phase("generate"):
-            completions = answered(self.engine, requests, self.timer)
-        answers = [answer_text(self.policy, c) for c in completions]
-        samples = [
-            Sample(
-                prompt=rows[c.prompt]["prompt"],
-                completion=as_completion(rows[c.prompt]["prompt"], answer),
-                completion_ids=c.ids,
-                row=rows[c.prompt],
-                prompt_index=c.prompt,
-                sample_index=c.sample,
-            )
-            for c, answer in zip(completions, answers, strict=True)
-        ]
-        with self.timer.phase("reward"):
-            scored = self.reward.score(samples, state={"global_step": step})
-        trajectories = [
-            dataclasses.replace(
-                trajectory_of(requests[c.prompt], c, group=self._group(step, c.prompt)), scores=dict(s.scores)
-            )
-            for c, s in zip(completions, scored, strict=True)
-        ]
+        o, seed = self.options.algorithm, self.options.seed + self.rank * 2**32
+        kept = self._ask(self.order.take(self.options.prompts)[self.rank :: self.ranks], step, seed, first=0)
+        drawn = None
+        if o.resample:
+            kept, drawn = self._replace_flat(kept, step, seed)
+        groups = [(step * self.options.prompts + i * self.ranks + self.rank, g) for i, g in enumerate(kept)]
+        greedy = [g.greedy for g in kept for _ in g.answers]
         return Collected(
-            trajectories=trajectories,
-            prompts=[self.policy.tokenizer.decode(requests[c.prompt].prompt_ids) for c in completions],
-            answers=answers,
-            scored=scored,
-            rows=[chosen[c.prompt] for c in completions],
+            trajectories=[t for number, g in groups for t in g.trajectories(number)],
+            prompts=[g.prompt for g in kept for _ in g.answers],
+            answers=[answer for g in kept for answer in g.answers],
+            scored=[s for g in kept for s in g.scored],
+            rows=[g.row for g in kept for _ in g.answers],
             seed=seed,
+            baselines=[s.total if s is not None else None for s in greedy] if o.name == "remax" else None,
+            drawn=drawn,
         )
+
+    def _ask(self, chosen: Sequence[int], step: int, seed: int, *, first: int) -> list[Answered]:
+        if not chosen:
+            return []
+        o = self.options
+        asker = Asker(
+            policy=self.policy,
+            engine=self.engine,
+            reward=self.reward,
+            rows=self.rows,
+            chat=o.chat,
+            sampling=o.sampling,
+            timer=self.timer,
+        )
+        greedy = o.algorithm.name == "remax"
+        return asker.ask(chosen, samples=o.samples, seed=seed, step=step, first=first, greedy=greedy)
+
+    def _replace_flat(self, groups: list[Answered], step: int, seed: int) -> tuple[list[Answered], Drawn]:
+        """Ask further prompts, as many as groups are flat, for the rounds that are left."""
+        wanted, everything, rounds = len(groups), list(groups), 1
+        while rounds < self.options.algorithm.resample:
+            missing = wanted - sum(not g.flat for g in everything)
+            chosen = self._take(missing)
+            if chosen is None:
+                break
+            everything += self._ask(chosen, step, seed, first=len(everything))
+            rounds += 1
+        useful, flat = [g for g in everything if not g.flat], [g for g in everything if g.flat]
+        totals = [s.total for g in everything for s in g.scored if s.total is not None]
+        drawn = Drawn(rounds=rounds, prompts=len(everything), flat=len(flat), score_sum=sum(totals), scores=len(totals))
+        return useful + flat[len(flat) - (wanted - len(useful)) :], drawn
+
+    def _take(self, missing: int) -> list[int] | None:
+        """This rank's share of the rows that all ranks need next; None if none needs any."""
+        each = torch.zeros(self.ranks, dtype=torch.float64)
+        each[self.rank] = missing
+        needs = [int(n) for n in self.all_sum(each).tolist()]
+        if not sum(needs):
+            return None
+        start = sum(needs[: self.rank])
+        return self.order.take(sum(needs))[start : start + missing]
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the rows."""
@@ -118,6 +162,3 @@ class Answers:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         self.order.load_state_dict(state["order"])
-
-    def _group(self, step: int, prompt: int) -> int:
-        return step * self.options.prompts + prompt * self.ranks + self.rank

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rolecall.config.parts import ChatOptions
 from rolecall.experience.batches import collate
@@ -18,9 +19,9 @@ from rolecall.tasks.rows import Rows
 from rolecall.train.reference import Reference
 from rolecall.train.score import score
 from rolecall.train.timing import Timer
-from rolecall.types import Completion, Request, Sampling
+from rolecall.types import Completion, Request, Sampling, Trajectory
 
-_STEP = 2**40
+EVALUATION_STEP = 2**40
 """Evaluations draw their random numbers as if at this step, so that they never repeat those of training."""
 
 
@@ -50,10 +51,16 @@ class Evaluator:
         samples: int = 1,
         seed: int = 0,
         reference: Reference | None = None,
+        train_reward: Reward | None = None,
         token_budget: int = 8192,
         timer: Timer | None = None,
     ) -> None:
-        """With `samples` > 1 also avg@k and pass@k and, given a reference, the KL to it on those samples."""
+        """With `samples` > 1 also avg@k and pass@k and, given a reference, the KL to it on those samples.
+
+        `train_reward` is told too, if it is not the reward that decides: when it rises and the other does not, the
+        policy has learned to please it.
+        """
+        self.train_reward = train_reward
         self.policy, self.engine, self.reward, self.rows = policy, engine, reward, rows
         self.sampling, self.chat, self.samples, self.seed = sampling, chat, samples, seed
         self.reference, self.token_budget = reference, token_budget
@@ -67,7 +74,7 @@ class Evaluator:
         """Answer every row greedily, and `samples` times at the sampling temperature if asked."""
         _, completions = self._answer(replace(self.sampling, temperature=0.0), 1)
         answers = [answer_text(self.policy, c) for c in completions]
-        totals = self._score(completions, answers)
+        totals = self._score(self.reward, completions, answers)
         known = [t for t in totals if t is not None]
         numbers = {"reward": sum(known) / len(known)} if known else {}
         numbers |= {
@@ -76,13 +83,16 @@ class Evaluator:
             "clipped_ratio": sum(c.finish.truncated for c in completions) / len(completions),
             "failed": sum(t is None for t in totals) / len(totals),
         }
+        if self.train_reward is not None:
+            pleased = [t for t in self._score(self.train_reward, completions, answers) if t is not None]
+            numbers |= {"train_reward": sum(pleased) / len(pleased)} if pleased else {}
         if self.samples > 1:
             numbers |= self._sampled()
         return Evaluation(numbers=numbers, prompts=[row["prompt"] for row in self.rows], answers=answers, scores=totals)
 
     def _sampled(self) -> dict[str, float]:
         requests, completions = self._answer(self.sampling, self.samples)
-        totals = self._score(completions, [answer_text(self.policy, c) for c in completions])
+        totals = self._score(self.reward, completions, [answer_text(self.policy, c) for c in completions])
         right = torch.tensor([float(t is not None and t >= 1) for t in totals]).view(len(self.rows), self.samples)
         numbers = {
             f"avg@{self.samples}": float(right.mean()),
@@ -95,27 +105,20 @@ class Evaluator:
     def _kl(self, requests: Sequence[Request], completions: Sequence[Completion]) -> float:
         """KL per answer from the policy to the reference, estimated (k1) on the policy's own samples."""
         assert self.reference is not None
-        batch = collate([trajectory_of(requests[c.prompt], c, group=c.prompt) for c in completions])
-        mask = TrainRule().eligible(batch.roles)
-        with self.reference.module() as frozen:
-            ref = score(
-                frozen,
-                batch,
-                mask,
-                temperature=self.sampling.scoring_temperature,
-                token_budget=self.token_budget,
-            )
-        assert batch.behaviour_logprobs is not None
-        return float(kl_estimate(batch.behaviour_logprobs, ref.logprobs, mask, kind="k1").sum(dim=1).mean())
+        trajectories = [trajectory_of(requests[c.prompt], c, group=c.prompt) for c in completions]
+        temperature = self.sampling.scoring_temperature
+        return float(
+            kl_to(self.reference, trajectories, temperature=temperature, token_budget=self.token_budget).mean()
+        )
 
     def _answer(self, sampling: Sampling, n: int) -> tuple[list[Request], list[Completion]]:
         requests = [
-            prompt_request(self.policy, row, self.chat, sampling, n=n, seed=self.seed, step=_STEP, prompt=i)
+            prompt_request(self.policy, row, self.chat, sampling, n=n, seed=self.seed, step=EVALUATION_STEP, prompt=i)
             for i, row in enumerate(self.rows)
         ]
         return requests, answered(self.engine, requests, self.timer)
 
-    def _score(self, completions: Sequence[Completion], answers: Sequence[str]) -> list[float | None]:
+    def _score(self, reward: Reward, completions: Sequence[Completion], answers: Sequence[str]) -> list[float | None]:
         samples = [
             Sample(
                 prompt=self.rows[c.prompt]["prompt"],
@@ -127,6 +130,18 @@ class Evaluator:
             )
             for c, answer in zip(completions, answers, strict=True)
         ]
-        found = [scored.total for scored in self.reward.score(samples)]
-        self.reward.take_metrics()  # so that what evaluations log and count is not mistaken for training's
+        found = [scored.total for scored in reward.score(samples)]
+        reward.take_metrics()  # so that what evaluations log and count is not mistaken for training's
         return found
+
+
+def kl_to(
+    reference: Reference, trajectories: Sequence[Trajectory], *, temperature: float, token_budget: int = 8192
+) -> Tensor:
+    """[batch] KL from the policy to the reference over each trajectory, estimated (k1) on the policy's own samples."""
+    batch = collate(trajectories)
+    mask = TrainRule().eligible(batch.roles)
+    with reference.module() as frozen:
+        ref = score(frozen, batch, mask, temperature=temperature, token_budget=token_budget)
+    assert batch.behaviour_logprobs is not None
+    return kl_estimate(batch.behaviour_logprobs, ref.logprobs, mask, kind="k1").sum(dim=1)

@@ -1,15 +1,45 @@
 """What an RL step produces, and who looks at it."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from rolecall.experience.replay import StoredGroup
 from rolecall.recipes.algorithms import Algorithm
 from rolecall.rewards.records import Scored
-from rolecall.train.step import StepResult
+from rolecall.train.step import StepResult, trained
 from rolecall.types import Batch, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replayed:
+    """What is replayed in a step, on this rank."""
+
+    groups: Sequence[StoredGroup]
+    wanted: int
+    """How many were asked for."""
+    held: int
+    """Groups in the buffer."""
+    version: int
+    """The weights that the update starts from."""
+    batch: Batch | None
+    """Their answers, in order; None if there are none. When they are only observed, log-probs now are `old_logprobs`."""
+    joined: Batch | None
+    """The fresh rows and these, to train on; None if there are none or they are only observed."""
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """Their answers, in the order of the batch."""
+        return [t for group in self.groups for t in group.trajectories]
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """(step, row) of each answer in the rollouts files."""
+        return [(group.step, place) for group in self.groups for place in group.places]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +63,25 @@ class Rollout:
     seed: int
     """What the answers were sampled with, together with step, prompt and sample."""
     algorithm: Algorithm
+    replay: Replayed | None = None
+    """What is replayed beside it; None without replay."""
+
+    @property
+    def training(self) -> Batch:
+        """The rows that are trained on: the fresh ones, then the replayed ones."""
+        return self.batch if self.replay is None or self.replay.joined is None else self.replay.joined
+
+    @property
+    def trained_trajectories(self) -> list[Trajectory]:
+        """The trajectories of `training`."""
+        more = self.replay.trajectories if self.replay is not None and self.replay.joined is not None else []
+        return [*self.trajectories, *more]
+
+    @property
+    def trained_places(self) -> list[tuple[int, int]]:
+        """(step, row) in the rollouts files of each row of `training`."""
+        more = self.replay.places if self.replay is not None and self.replay.joined is not None else []
+        return [*((self.step + 1, row) for row in range(len(self.trajectories))), *more]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,3 +108,11 @@ class Watch(Protocol):
     def updated(self, rollout: Rollout, steps: Sequence[MiniStep]) -> None:
         """Called after the last optimiser step of a rollout, when the engine has the new weights."""
         ...
+
+
+def with_advantages(batch: Batch, made: Tensor | tuple[Tensor, Tensor]) -> Batch:
+    """Write advantages (one per sequence are spread over its positions) and, with a critic, returns into the batch."""
+    advantages, returns = made if isinstance(made, tuple) else (made, None)
+    if advantages.dim() == 1:
+        advantages = torch.where(trained(batch), advantages[:, None], 0)
+    return dataclasses.replace(batch, advantages=advantages, returns=returns)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rolecall.config.rl import RLOptions
 from rolecall.experience.batches import lengths_of
-from rolecall.maths.reduce import denominator_of
+from rolecall.experience.joined import Joined
 from rolecall.maths.roles import TrainRule
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter
@@ -16,7 +16,7 @@ from rolecall.recipes.experience import MiniStep, Rollout
 from rolecall.recipes.rl import engine_weights
 from rolecall.rollout.engine import Engine, weights_hash
 from rolecall.train import tripwires
-from rolecall.train.step import Updater, trained
+from rolecall.train.step import Updater, denominator, trained
 from rolecall.train.tripwires import Finding, Tripwire
 
 _SAMPLED = 4096
@@ -51,17 +51,18 @@ class Guard:
 
     def rolled_out(self, rollout: Rollout) -> None:
         """Check the rewards, and remember the weights that the update starts from."""
-        batch, o = rollout.batch, self.options.algorithm
+        joined, o = Joined(rollout.trajectories), self.options.algorithm
+        batch = joined.batch(rollout.batch)
         assert batch.rewards is not None
         assert batch.scores is not None
         found = tripwires.reward_sum(
             batch.rewards,
             batch.scores,
-            rollout.kl if o.kl_in == "reward" else None,
+            joined.join(rollout.kl) if rollout.kl is not None and o.kl_in == "reward" else None,
             self.rule.eligible(batch.roles),
             kl_coef=rollout.kl_coef,
         )
-        self._trip(found, rollout)
+        self._trip(found, rollout, rows=torch.tensor([rows[0] for rows in joined.rows]))
         self._hash = self._hash or self._trainer_hash()
         self._before = self._bf16_sample()
         self._version = self.engine.version
@@ -90,10 +91,12 @@ class Guard:
         mask, bound = trained(batch), tripwires.ratio_bound(self.dtype)
         if batch.policy_versions is not None:
             mask = mask & (batch.policy_versions == self._version)[:, None]
-        if batch.behaviour_logprobs is not None:
+        if batch.replayed is not None:
+            mask = mask & ~batch.replayed[:, None]
+        if batch.behaviour_logprobs is not None and self.options.sampled_now:
             band = tripwires.engine_band(self.dtype, self.engine_dtype)
             self._trip(tripwires.engine_mismatch(logprobs, batch.behaviour_logprobs, mask, band=band), rollout, first)
-        if batch.old_logprobs is not None and self.options.algorithm.old_source == "recompute":
+        if batch.old_logprobs is not None and self.options.old_source == "recompute":
             self._trip(tripwires.first_ratio(logprobs, batch.old_logprobs, mask, bound=bound), rollout, first)
         if batch.ref_logprobs is not None and self._version == 0:
             self._trip(tripwires.kl_at_start(logprobs, batch.ref_logprobs, mask, bound=bound), rollout, first)
@@ -101,17 +104,17 @@ class Guard:
     def _check_counts(self, rollout: Rollout, mini: MiniStep) -> None:
         with torch.no_grad():
             terms = rollout.algorithm.loss(mini.result.outputs, mini.batch)
-        local = torch.stack([denominator_of(term.mask, mode=term.mode) for term in terms.values()])
+        local = torch.stack([denominator(term, mini.batch) for term in terms.values()])
         counts = dict(zip(terms, self.updater.all_sum(local), strict=True))
-        self._trip(tripwires.denominators(terms, counts, mini.result.contributions), rollout, mini)
+        self._trip(tripwires.denominators(terms, counts, mini.result.contributions, mini.batch.episodes), rollout, mini)
 
     def _check_gradient(self, rollout: Rollout, mini: MiniStep) -> None:
         """On the shortest row in which something trains."""
         rows = trained(mini.batch).any(dim=1).nonzero().flatten()
         if len(rows):
             row = rows[lengths_of(mini.batch)[rows].argmin()][None]
-            logprobs, entropy, values = mini.result.outputs
-            outputs = Outputs(logprobs[row], entropy[row], None if values is None else values[row])
+            picked = {name: x[row] for name, x in mini.result.outputs._asdict().items() if x is not None}
+            outputs = Outputs(**({"values": None} | picked))
             found = tripwires.untrained_gradient(rollout.algorithm.loss, outputs, mini.batch.rows(row))
             self._trip(found, rollout, mini, row)
 
@@ -179,7 +182,7 @@ class Guard:
         index = torch.tensor(list(found.rows), dtype=torch.long)
         index = index if rows is None else rows[index]
         index = index if mini is None else mini.rows[index]
-        worst = [rollout.trajectories[i] for i in index.tolist()]
+        worst = [rollout.trained_trajectories[i] for i in index.tolist()]
         raise Tripwire(found, step=rollout.step + 1, samples=[(t.group, t.episode) for t in worst])
 
 

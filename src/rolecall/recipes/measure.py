@@ -5,10 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rolecall.config.rl import AlgorithmOptions
+from rolecall.experience.joined import Joined
 from rolecall.maths.advantages import flat_groups
 from rolecall.maths.kl import kl_estimate
 from rolecall.maths.losses import ratio
 from rolecall.maths.roles import Role, TrainRule, Verdict
+from rolecall.recipes.algorithms import clipped, need
+from rolecall.recipes.collect import Drawn
 from rolecall.recipes.experience import MiniStep, Rollout
 from rolecall.train.metrics import Meter
 from rolecall.train.step import trained
@@ -16,38 +20,40 @@ from rolecall.types import Finish
 
 
 def measure_rollout(meter: Meter, rollout: Rollout, *, rule: TrainRule) -> None:
-    """What was sampled and what it scored."""
-    batch = rollout.batch
+    """What was sampled and what it scored, by sequence: the samples of an episode count once."""
+    joined = Joined(rollout.trajectories)
+    batch, firsts = joined.batch(rollout.batch), [rows[0] for rows in joined.rows]
     assert batch.scores is not None
     scores, include = batch.scores, ~batch.scores.isnan()
+    scored, trajectories = [rollout.scored[i] for i in firsts], [rollout.trajectories[i] for i in firsts]
+    kl = None if rollout.kl is None else joined.join(rollout.kl)
     meter.mean("reward", scores, include)
     meter.mean("reward_squared", scores.square(), include)
-    for name in rollout.scored[0].scores:
-        part = torch.tensor([_or_nan(s.scores.get(name)) for s in rollout.scored])
+    for name in scored[0].scores:
+        part = torch.tensor([_or_nan(s.scores.get(name)) for s in scored])
         meter.mean(f"rewards/{name}/mean", part, ~part.isnan())
         meter.mean(f"rewards/{name}/squared", part.square(), ~part.isnan())
-    meter.mean("rewards/failed", torch.tensor([float(s.failure is not None) for s in rollout.scored]))
+    meter.mean("rewards/failed", torch.tensor([float(s.failure is not None) for s in scored]))
     meter.mean("frac_reward_zero_std", flat_groups(scores, batch.groups, include=include).float(), include)
 
     answer = (batch.roles == Role.CONTENT) | (batch.roles == Role.STOP)
     lengths = answer.sum(dim=1).float()
-    ended = torch.tensor([t.finish is Finish.STOP for t in rollout.trajectories])
+    ended = torch.tensor([t.finish in (Finish.STOP, Finish.ENVIRONMENT) for t in trajectories])
     meter.mean("completions/mean_length", lengths)
     meter.largest("completions/max_length", lengths)
     meter.smallest("completions/min_length", lengths)
     meter.mean("completions/mean_terminated_length", lengths, ended)
-    meter.mean("completions/clipped_ratio", torch.tensor([float(t.finish.truncated) for t in rollout.trajectories]))
+    meter.mean("completions/clipped_ratio", torch.tensor([float(t.finish.truncated) for t in trajectories]))
     meter.total("num_tokens", (batch.roles != Role.PAD).sum())
 
     eligible = rule.eligible(batch.roles)
     meter.mean("untrainable", (~eligible.any(dim=1)).float())
-    recomputed = batch.old_logprobs is not None and batch.old_logprobs is not batch.behaviour_logprobs
-    if recomputed and batch.behaviour_logprobs is not None:
-        assert batch.old_logprobs is not None
+    recomputed = rollout.batch.old_logprobs is not rollout.batch.behaviour_logprobs
+    if recomputed and batch.old_logprobs is not None and batch.behaviour_logprobs is not None:
         _mismatch(meter, batch.old_logprobs, batch.behaviour_logprobs, eligible)
-    if rollout.kl is not None:
-        meter.mean("kl", rollout.kl, eligible)
-        meter.mean("kl_per_answer", rollout.kl.sum(dim=1))
+    if kl is not None:
+        meter.mean("kl", kl, eligible)
+        meter.mean("kl_per_answer", kl.sum(dim=1))
     if batch.values is not None:
         meter.mean("policy/value", batch.values, eligible)
     if batch.returns is not None and batch.values is not None:
@@ -58,31 +64,38 @@ def measure_rollout(meter: Meter, rollout: Rollout, *, rule: TrainRule) -> None:
     meter.mean("policy/advantage", batch.advantages, mask)
     meter.mean("policy/advantage_abs", batch.advantages.abs(), mask)
     meter.mean("trained_share", mask.float(), batch.roles != Role.PAD)
-    for verdict in (Verdict.TRUNCATED, Verdict.REWARD_FAILED, Verdict.FLAT_GROUP, Verdict.BAD_RECORD):
+    for verdict in (Verdict.BLACKOUT, Verdict.TRUNCATED, Verdict.REWARD_FAILED, Verdict.FLAT_GROUP, Verdict.BAD_RECORD):
         meter.total(f"untrained_tokens/{verdict.name.lower()}", (batch.verdicts == verdict).sum())
 
 
-def measure_update(
-    meter: Meter, steps: Sequence[MiniStep], *, clip_low: float, clip_high: float, recomputed: bool
-) -> None:
+def measure_drawn(meter: Meter, drawn: Drawn) -> None:
+    """What dynamic sampling went through."""
+    meter.largest("resample/rounds", torch.tensor([float(drawn.rounds)]))
+    meter.total("resample/prompts", float(drawn.prompts))
+    meter.total("resample/flat", float(drawn.flat))
+    # Every score weighs the same, whichever rank has it.
+    mean = drawn.score_sum / drawn.scores if drawn.scores else 0.0
+    meter.mean("resample/reward", torch.full((drawn.scores,), mean))
+
+
+def measure_update(meter: Meter, steps: Sequence[MiniStep], o: AlgorithmOptions, *, recomputed: bool) -> None:
     """What the optimiser steps did. The first one of a fresh rollout has ratio 1.
 
     Unless old log-probs were recomputed, the first step's outputs show how far trainer and engine are apart.
     """
     for mini in steps:
         batch, out = mini.batch, mini.result.outputs
-        mask = trained(batch)
+        mask = trained(batch) if batch.replayed is None else trained(batch) & ~batch.replayed[:, None]
         meter.mean("entropy", out.entropy, mask)
-        if mini.epoch == mini.minibatch == 0 and not recomputed and batch.behaviour_logprobs is not None:
+        first = mini.epoch == mini.minibatch == 0
+        if first and not recomputed and batch.behaviour_logprobs is not None:
             _mismatch(meter, out.logprobs, batch.behaviour_logprobs, mask)
         old = batch.old_logprobs if batch.old_logprobs is not None else out.logprobs
         rho = ratio(out.logprobs, old, mask)
         meter.mean("policy/ratio", rho, mask)
         meter.largest("policy/ratio_max", rho, mask)
         meter.mean("policy/approx_kl", kl_estimate(old, out.logprobs, mask, kind="k3"), mask)
-        assert batch.advantages is not None
-        low = (rho < 1 - clip_low) & (batch.advantages < 0)
-        high = (rho > 1 + clip_high) & (batch.advantages > 0)
+        low, high = clipped(o, out.logprobs, old, need(batch.advantages), mask)
         meter.mean("clip_ratio/low_mean", low.float(), mask)
         meter.mean("clip_ratio/high_mean", high.float(), mask)
         meter.mean("clip_ratio/region_mean", (low | high).float(), mask)
@@ -120,6 +133,8 @@ def in_words(m: dict[str, float], terms: Sequence[str]) -> str:
     elif abs(m.get("loss", 0.0)) < 1e-3:
         loss += _why_small(m)
     parts.append(loss)
+    if m.get("replay/groups"):
+        parts.append(f"{m['replay/groups']:.0f} groups replayed (ratio {m.get('replay/ratio', 0.0):.2f})")
     parts.append(f"gradient {m.get('grad_norm', 0.0):.3g}")
     if m.get("skipped"):
         parts.append("NOT FINITE: step skipped, weights untouched")
@@ -140,6 +155,7 @@ def _why_small(m: dict[str, float]) -> str:
 
 def _mismatch(meter: Meter, trainer: Tensor, engine: Tensor, mask: Tensor) -> None:
     """How far the trainer's log-probs are from those the engine sampled with."""
+    mask = mask & engine.isfinite()
     gap = torch.where(mask, trainer - engine, 0).abs()
     meter.mean("sampling/sampling_logp_difference/mean", gap, mask)
     meter.largest("sampling/sampling_logp_difference/max", gap, mask)

@@ -14,7 +14,7 @@ from rolecall.experience.store import RolloutDetails, write_rollouts
 from rolecall.experience.updates import UpdateRow, update_rows, write_updates
 from rolecall.files import DiskError, plain
 from rolecall.maths.losses import ratio
-from rolecall.maths.roles import TrainRule
+from rolecall.maths.roles import TrainRule, Verdict
 from rolecall.recipes.experience import MiniStep, Rollout
 from rolecall.train.rundir import RunDir
 from rolecall.train.step import trained
@@ -87,9 +87,10 @@ class Records:
                 sampling=self.options.sampling,
                 prompt=row,
                 sample=trajectory.episode,
+                total=scored.total,
                 reward_failure=scored.failure,
                 pieces=self._pieces(trajectory.ids),
-                extras=_as_json(scored.extras),
+                extras=as_json(scored.extras),
             )
             for prompt, answer, row, trajectory, scored in zip(
                 rollout.prompts, rollout.answers, rollout.rows, rollout.trajectories, rollout.scored, strict=True
@@ -122,17 +123,21 @@ class Records:
         return tuple(self._spelt[i] for i in ids)
 
     def _updates(self, path: Path, rollout: Rollout, steps: Sequence[MiniStep]) -> None:
-        rows: list[UpdateRow] = []
+        rows: list[UpdateRow] = _observed(rollout)
+        places, trajectories = rollout.trained_places, rollout.trained_trajectories
         for mini in steps:
             batch, logprobs = mini.batch, mini.result.outputs.logprobs
             assert batch.verdicts is not None
             mask = trained(batch)
             old = logprobs if batch.old_logprobs is None else batch.old_logprobs
+            if batch.replayed is not None and not self.options.replay.decoupled:
+                assert batch.behaviour_logprobs is not None
+                old = torch.where(batch.replayed[:, None], batch.behaviour_logprobs, old)
             chosen = mini.rows.tolist()
             rows += update_rows(
-                [rollout.step + 1] * len(chosen),
-                chosen,
-                [len(rollout.trajectories[i].ids) for i in chosen],
+                [places[i][0] for i in chosen],
+                [places[i][1] for i in chosen],
+                [len(trajectories[i].ids) for i in chosen],
                 step=rollout.step + 1,
                 epoch=mini.epoch,
                 minibatch=mini.minibatch,
@@ -145,12 +150,36 @@ class Records:
         write_updates(path, rows)
 
 
+def _observed(rollout: Rollout) -> list[UpdateRow]:
+    """What was only looked at: log-probs now and their ratio to those recorded, without a share in any loss."""
+    replay = rollout.replay
+    if replay is None or replay.batch is None or replay.joined is not None:
+        return []
+    batch = replay.batch
+    assert batch.verdicts is not None
+    assert batch.old_logprobs is not None
+    assert batch.behaviour_logprobs is not None
+    mask = batch.verdicts == Verdict.REPLAY_OBSERVED
+    return update_rows(
+        [step for step, _ in replay.places],
+        [place for _, place in replay.places],
+        [len(t.ids) for t in replay.trajectories],
+        step=rollout.step + 1,
+        epoch=0,
+        minibatch=0,
+        verdicts=batch.verdicts,
+        contributions={},
+        logprobs=_only(mask, batch.old_logprobs),
+        ratio=_only(mask, ratio(batch.old_logprobs, batch.behaviour_logprobs, mask)),
+    )
+
+
 def _only(mask: Tensor, tensor: Tensor | None) -> Tensor | None:
     """NaN where it was not computed."""
     return None if tensor is None else torch.where(mask, tensor, torch.nan)
 
 
-def _as_json(extras: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(extras: Mapping[str, Any]) -> dict[str, Any]:
     """What a reward said beside its score; what JSON cannot hold is spelt out."""
     held: dict[str, Any] = {}
     for name, value in extras.items():

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoConfig
 
+from rolecall.config.dpo import DPOOptions
 from rolecall.config.parts import ChatOptions
 from rolecall.config.rm import RMOptions
 from rolecall.maths.losses import bradley_terry
@@ -85,7 +86,9 @@ def start_model(options: RMOptions) -> RewardModel:
     )
 
 
-def preferences(options: RMOptions, given: Sequence[Mapping[str, Any]] | None = None) -> tuple[Rows, Rows | None]:
+def preferences(
+    options: RMOptions | DPOOptions, given: Sequence[Mapping[str, Any]] | None = None
+) -> tuple[Rows, Rows | None]:
     """(rows to train on, rows held out); the latter are None if the run never evaluates.
 
     `given` rows take the place of the named ones.

@@ -6,6 +6,7 @@ is optimised from an `Algorithm`. The learner holds all state of a run, so that 
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -13,18 +14,21 @@ import torch
 from torch import Tensor
 
 from rolecall.config.rl import RLOptions
-from rolecall.experience.batches import collate, lengths_of
+from rolecall.experience.batches import collate, lengths_of, runs_in
+from rolecall.experience.joined import Joined
 from rolecall.maths import shaping
 from rolecall.maths.advantages import EMABaseline, flat_groups
+from rolecall.maths.entropy import EntropyTarget, FixedEntropy
 from rolecall.maths.kl import AdaptiveKL, FixedKL, kl_estimate
 from rolecall.maths.roles import Role, TrainRule
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter, merged
-from rolecall.policy.model import PolicyModel
-from rolecall.recipes.algorithms import ALGORITHMS, Algorithm, Knobs
+from rolecall.policy.model import Against, Outputs, PolicyModel
+from rolecall.recipes.algorithms import Algorithm, Knobs, algorithm_of
 from rolecall.recipes.collect import Answers, Collector
-from rolecall.recipes.experience import MiniStep, Rollout, Watch
-from rolecall.recipes.measure import finish, in_words, measure_rollout, measure_update
+from rolecall.recipes.experience import MiniStep, Rollout, Watch, with_advantages
+from rolecall.recipes.measure import finish, in_words, measure_drawn, measure_rollout, measure_update
+from rolecall.recipes.replay import Replay, finish_replay, measure_replay, start_weights
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
@@ -32,7 +36,7 @@ from rolecall.train.metrics import Meter
 from rolecall.train.optim import lr_factor, set_lr
 from rolecall.train.reference import Reference
 from rolecall.train.score import score
-from rolecall.train.step import Updater, trained
+from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
 from rolecall.types import Batch, Finish, Trajectory
 
@@ -49,14 +53,16 @@ class RLLearner:
         updater: Updater,
         engine: Engine,
         reward: Reward,
-        rows: Rows,
+        rows: Rows | None,
         reference: Reference | None = None,
         watches: Sequence[Watch] = (),
         timer: Timer | None = None,
         advantage: Any = None,
         loss: Any = None,
+        collector: Collector | None = None,
     ) -> None:
-        """`advantage` and `loss` replace the algorithm's own: an algorithm of the user's."""
+        """`advantage` and `loss` replace the algorithm's own: an algorithm of the user's. `collector` takes the place of
+        sampling answers to the rows, which may then be None."""
         self.options, self.policy, self.module, self.updater = options, policy, module, updater
         self.engine, self.reward, self.reference = engine, reward, reference
         self.watches, self._own_advantage, self._own_loss = list(watches), advantage, loss
@@ -69,23 +75,47 @@ class RLLearner:
         o = options.algorithm
         self.rule = TrainRule(stop=o.train_stop)
         self.sampling = options.sampling
-        self.collector: Collector = Answers(
-            options,
-            policy=policy,
-            engine=engine,
-            reward=reward,
-            rows=rows,
-            timer=self.timer,
-            rank=updater.accelerator.process_index,
-            ranks=updater.accelerator.num_processes,
-        )
+        encode = policy.tokenizer
+        self.blackout = [tuple(encode(text, add_special_tokens=False)["input_ids"]) for text in options.blackout]
+        self.collector = collector or self._answers(rows)
         self.kl: FixedKL | AdaptiveKL = FixedKL(coef=o.kl_coef)
         if o.kl_target is not None:
             self.kl = AdaptiveKL(coef=o.kl_coef, target=o.kl_target, horizon=o.kl_horizon)
+        self.entropy: FixedEntropy | EntropyTarget = FixedEntropy(coef=o.entropy_coef)
+        if o.entropy_target is not None:
+            self.entropy = EntropyTarget(
+                coef=o.entropy_coef, target=o.entropy_target, rate=o.entropy_rate, limit=o.entropy_max
+            )
         self.baseline = EMABaseline(decay=0.9)
+        self.replay: Replay | None = None
+        if options.replay.on:
+            self.replay = Replay(
+                options,
+                prepare=self._prepare_replayed,
+                own_loss=loss is not None,
+                all_sum=updater.all_sum,
+                gather=updater.all_gather,
+                rank=updater.accelerator.process_index,
+                ranks=updater.accelerator.num_processes,
+            )
         self._meter = Meter()
         self._metrics: dict[str, float] = {}
         self._terms: tuple[str, ...] = ()
+
+    def _answers(self, rows: Rows | None) -> Collector:
+        if rows is None:
+            raise ValueError("there is nothing to learn from: give rows, or a collector")
+        return Answers(
+            self.options,
+            policy=self.policy,
+            engine=self.engine,
+            reward=self.reward,
+            rows=rows,
+            timer=self.timer,
+            rank=self.updater.accelerator.process_index,
+            ranks=self.updater.accelerator.num_processes,
+            all_sum=self.updater.all_sum,
+        )
 
     # -- rolling out ---------------------------------------------------------------------------------------------
 
@@ -93,7 +123,8 @@ class RLLearner:
         """Sample and score the next answers, and make them a batch that is ready to train."""
         found = self.collector.collect(step)
         with self.timer.phase("score"):
-            batch, kl, algorithm = self._prepare(found.trajectories, [s.total for s in found.scored])
+            totals = [s.total for s in found.scored]
+            batch, kl, algorithm = self._prepare(found.trajectories, totals, baselines=found.baselines)
         rollout = Rollout(
             step=step,
             trajectories=found.trajectories,
@@ -107,71 +138,123 @@ class RLLearner:
             seed=found.seed,
             algorithm=algorithm,
         )
+        if self.replay is not None:
+            with self.timer.phase("replay"):
+                rollout = self.replay.mix(rollout, version=self.engine.version)
         self._meter = Meter()
         measure_rollout(self._meter, rollout, rule=self.rule)
+        if found.drawn is not None:
+            measure_drawn(self._meter, found.drawn)
         for watch in self.watches:
             watch.rolled_out(rollout)
         return rollout
 
+    def _prepare_replayed(self, trajectories: Sequence[Trajectory], totals: Sequence[float | None]) -> Batch:
+        """The same for answers of earlier steps. There is no KL to the reference: they are not samples of the policy."""
+        o = self.options.replay
+        needed = o.decoupled or o.weights != "none" or o.mode == "observe"
+        return self._prepare(trajectories, totals, old_source="recompute" if needed else "behaviour", fresh=False)[0]
+
     def _prepare(
-        self, trajectories: Sequence[Trajectory], totals: Sequence[float | None]
+        self,
+        trajectories: Sequence[Trajectory],
+        totals: Sequence[float | None],
+        *,
+        baselines: Sequence[float | None] | None = None,
+        old_source: str | None = None,
+        fresh: bool = True,
     ) -> tuple[Batch, Tensor | None, Algorithm]:
         """Scores -> verdicts -> log-probs and values -> rewards -> advantages."""
-        o = self.options.algorithm
-        batch = collate(trajectories)
+        o, old_source = self.options.algorithm, old_source or self.options.old_source
+        batch, joined = collate(trajectories), Joined(trajectories)
+        if joined.cut:
+            batch = dataclasses.replace(batch, episodes=joined.names)
         finish = [t.finish for t in trajectories]
         cut_off = torch.tensor([f.truncated for f in finish])
         aborted = torch.tensor([f is Finish.ABORT for f in finish])
-        scores = self._shaped_scores(batch, totals, stopped=torch.tensor([f is Finish.STOP for f in finish]))
+        ended = torch.tensor([f in (Finish.STOP, Finish.ENVIRONMENT) for f in finish])
+        scores = self._shaped_scores(batch, totals, stopped=ended)
         scores = torch.where(aborted, torch.nan, scores)
+        if baselines is not None:  # without its baseline an answer has nothing to be compared with
+            batch = dataclasses.replace(batch, baselines=_or_nan(baselines))
+            scores = torch.where(_or_nan(baselines).isnan(), torch.nan, scores)
         include = ~scores.isnan()
+        eligible = self.rule.eligible(batch.roles)
+        unknown = torch.zeros_like(eligible)
+        if not self.options.sampled_now or not fresh or old_source == "behaviour":
+            # The ratio is to what was recorded: where that is missing or not finite there is none.
+            batch, unknown = _recorded(batch, eligible)
+        drop_flat = o.drop_flat or (fresh and self.options.replay.replace_flat)
+        flat = None
+        if drop_flat:
+            flat = flat_groups(joined.first(scores), joined.groups, include=joined.first(include))
         verdicts = self.rule.verdicts(
             batch.roles,
-            bad_record=aborted,
+            bad_record=aborted[:, None] | unknown,
             reward_failed=~include,
+            blackout=runs_in(batch, self.blackout) if self.blackout else None,
             truncated=cut_off if o.drop_truncated else None,
-            flat_group=flat_groups(scores, batch.groups, include=include) if o.drop_flat else None,
+            flat_group=None if flat is None else joined.split(flat, 0),
         )
         batch = dataclasses.replace(batch, scores=scores, verdicts=verdicts)
 
-        eligible = self.rule.eligible(batch.roles)
-        if o.old_source == "behaviour":
+        if old_source == "behaviour":
             batch = dataclasses.replace(batch, old_logprobs=batch.behaviour_logprobs)
-        if o.old_source == "recompute" or self.module.has_values:
-            old = self._score(self.updater.module, batch, eligible)
-            batch = dataclasses.replace(batch, values=old.values)
-            if o.old_source == "recompute":
+        against, exact = self._against if fresh else None, None
+        if old_source == "recompute" or self.module.has_values or against is not None:
+            old = self._score(self.updater.module, batch, eligible, against=against)
+            batch, exact = dataclasses.replace(batch, values=old.values), old.kl
+            if old_source == "recompute":
                 batch = dataclasses.replace(batch, old_logprobs=old.logprobs)
+        if not self.options.sampled_now and self.options.replay.weights != "none":
+            weights = start_weights(self.options.replay, batch, inside_only=False)
+            batch = dataclasses.replace(batch, weights=weights)
         kl = None
-        if self.reference is not None:
+        if self.reference is not None and fresh:
             with self.reference.module() as frozen:
                 batch = dataclasses.replace(batch, ref_logprobs=self._score(frozen, batch, eligible).logprobs)
             now = batch.old_logprobs if batch.old_logprobs is not None else batch.behaviour_logprobs
             assert now is not None
             assert batch.ref_logprobs is not None
-            kl = kl_estimate(now, batch.ref_logprobs, eligible, kind=o.kl_kind)
+            known = eligible & ~unknown
+            if exact is not None:
+                kl = torch.where(known, exact, 0)
+            else:
+                kl = kl_estimate(now, batch.ref_logprobs, known, kind=o.kl_kind)
         in_reward = kl if o.kl_in == "reward" else None
-        placed = torch.where(include, scores, 0)
-        batch = dataclasses.replace(
-            batch, rewards=shaping.shape_rewards(placed, in_reward, eligible, kl_coef=self.kl.coef)
+        rewards = shaping.shape_rewards(
+            joined.first(torch.where(include, scores, 0)),
+            None if in_reward is None else joined.join(in_reward),
+            joined.join(eligible),
+            kl_coef=self.kl.coef,
         )
+        batch = dataclasses.replace(batch, rewards=joined.split(rewards, batch.ids.shape[1]))
 
-        bootstrap = self._values_behind(batch, cut_off) if o.bootstrap_truncated and self.module.has_values else None
+        bootstrap = None
+        if o.bootstrap_truncated and self.module.has_values:
+            bootstrap = joined.last(self._values_behind(batch, cut_off))
         knobs = Knobs(
             kl_coef=self.kl.coef,
+            entropy_coef=self.entropy.coef,
             baseline=self.baseline.value,
             max_new_tokens=self.options.sampling.max_new_tokens,
             bootstrap=bootstrap,
             all_sum=self.updater.all_sum,
         )
-        made = ALGORITHMS[o.name](o, knobs)
+        made = algorithm_of(o, knobs)
         algorithm = Algorithm(advantage=self._own_advantage or made.advantage, loss=self._own_loss or made.loss)
-        return _with_advantages(batch, algorithm.advantage(batch)), kl, algorithm
+        found = algorithm.advantage(joined.batch(batch))
+        width = batch.ids.shape[1]
+        if isinstance(found, tuple):
+            found = (joined.split(found[0], width), joined.split(found[1], width))
+        else:
+            found = joined.split(found, width)
+        return with_advantages(batch, found), kl, algorithm
 
     def _shaped_scores(self, batch: Batch, totals: Sequence[float | None], *, stopped: Tensor) -> Tensor:
         """[batch] scores with the recipe's clipping and penalties; NaN where the reward failed."""
         o = self.options.algorithm
-        scores = torch.tensor([float("nan") if total is None else total for total in totals])
+        scores = _or_nan(totals)
         if o.score_clip is not None:
             scores = shaping.clip_scores(scores, limit=o.score_clip)
         if o.missing_stop_penalty:
@@ -179,42 +262,55 @@ class RLLearner:
         if o.overlong_buffer is not None:
             lengths = ((batch.roles == Role.CONTENT) | (batch.roles == Role.STOP)).sum(dim=1)
             limit = self.options.sampling.max_new_tokens
-            scores = scores + shaping.overlong_penalty(lengths, max_length=limit, buffer=o.overlong_buffer)
+            buffer = ceil(o.overlong_buffer * limit) if o.overlong_buffer < 1 else int(o.overlong_buffer)
+            scores = scores + shaping.overlong_penalty(lengths, max_length=limit, buffer=buffer)
         return scores
 
     # -- updating ------------------------------------------------------------------------------------------------
 
     def update(self, rollout: Rollout) -> list[MiniStep]:
         """Several passes over the rollout, each in several optimiser steps; then the engine gets the weights."""
-        o, batch = self.options.algorithm, rollout.batch
+        o, batch = self.options.algorithm, rollout.training
         set_lr(self.updater.optimizer, lr_factor(rollout.step, steps=self.options.steps, options=self.options.optim))
         steps: list[MiniStep] = []
         for epoch in range(o.epochs):
-            for i, rows in enumerate(self._minibatches(len(batch), rollout.step, epoch)):
+            for i, rows in enumerate(self._minibatches(batch, rollout.step, epoch)):
                 part = batch.rows(rows)
                 result = self.updater.step(
-                    part, rollout.algorithm.loss, temperature=self.sampling.scoring_temperature, record=True
+                    part,
+                    rollout.algorithm.loss,
+                    temperature=self.sampling.scoring_temperature,
+                    record=True,
+                    against=self._against if o.kl_in == "loss" else None,
                 )
                 steps.append(MiniStep(epoch=epoch, minibatch=i, rows=rows, batch=part, result=result))
         with self.timer.phase("sync"):
             self.engine.load(engine_weights(self.policy), self.engine.version + 1)
-        self._measure(steps)
+        self._measure(rollout, steps)
         self._move_knobs(rollout)
+        if self.replay is not None:
+            self.replay.remember(rollout)
         for watch in self.watches:
             watch.updated(rollout, steps)
             self._metrics |= getattr(watch, "metrics", dict)()
         return steps
 
-    def _minibatches(self, n: int, step: int, epoch: int) -> Sequence[Tensor]:
-        o = self.options.algorithm
+    def _minibatches(self, batch: Batch, step: int, epoch: int) -> Sequence[Tensor]:
+        """The rows of each optimiser step; the samples of an episode stay together."""
+        o, n = self.options.algorithm, len(batch)
         if o.minibatches == 1:
             return [torch.arange(n)]
-        order = np.random.default_rng([self.options.seed, step, epoch]).permutation(n)
-        return torch.from_numpy(order).tensor_split(o.minibatches)
+        rng = np.random.default_rng([self.options.seed, step, epoch])
+        if batch.episodes is None:
+            return torch.from_numpy(rng.permutation(n)).tensor_split(o.minibatches)
+        names, index = torch.unique(batch.episodes, return_inverse=True)
+        parts = torch.from_numpy(rng.permutation(len(names))).tensor_split(o.minibatches)
+        return [torch.cat([(index == i).nonzero().flatten() for i in part]) for part in parts]
 
     def _move_knobs(self, rollout: Rollout) -> None:
         """The KL controller and the moving baseline after this rollout, and the reference if its time has come."""
-        o, batch = self.options.algorithm, rollout.batch
+        o, joined = self.options.algorithm, Joined(rollout.trajectories)
+        batch = joined.batch(rollout.batch)
         assert batch.scores is not None
         include = ~batch.scores.isnan()
         scored = torch.where(include, batch.scores, 0).double()
@@ -227,16 +323,19 @@ class RLLearner:
             self.baseline = self.baseline.update(torch.tensor([score_sum / known]))
         if rollout.kl is not None:
             self.kl = self.kl.update(kl_sum / answers, samples=int(answers))
+        if "entropy" in self._metrics:
+            self.entropy = self.entropy.update(self._metrics["entropy"])
         if o.reference_every is not None and self.reference is not None and (rollout.step + 1) % o.reference_every == 0:
             self.reference.refresh()
 
-    def _measure(self, steps: Sequence[MiniStep]) -> None:
+    def _measure(self, rollout: Rollout, steps: Sequence[MiniStep]) -> None:
         o = self.options.algorithm
-        recomputed = o.old_source == "recompute"
-        measure_update(self._meter, steps, clip_low=o.clip_low, clip_high=o.clip_high, recomputed=recomputed)
+        measure_update(self._meter, steps, o, recomputed=self.options.old_source == "recompute")
+        if rollout.replay is not None:
+            measure_replay(self._meter, rollout, steps, self.options.replay)
         made = [s.result for s in steps if s.result.terms]  # an optimiser step in which nothing trained has no terms
         self._terms = tuple(made[0].terms) if made else ()
-        found = self._meter.result(self.updater.all_sum, self.updater.all_max)
+        found = finish_replay(self._meter.result(self.updater.all_sum, self.updater.all_max))
         for name in self._terms:
             found[f"loss/{name}"] = sum(result.terms[name] for result in made) / len(made)
         count = max(1, len(made))
@@ -244,10 +343,11 @@ class RLLearner:
         found["grad_norm"] = found["loss/grad_norm"] = sum(result.grad_norm for result in made) / count
         found["skipped"] = float(sum(s.result.skipped for s in steps))
         found["learning_rate"] = float(self.updater.optimizer.param_groups[0]["lr"])
-        found["kl_coef"] = self.kl.coef
+        found["kl_coef"], found["entropy_coef"] = self.kl.coef, self.entropy.coef
         found["policy_version"] = float(self.engine.version)
         found["optimizer_steps"] = float(sum(not result.skipped for result in made))
-        self._metrics = getattr(self.reward, "take_metrics", dict)() | finish(found)
+        told = getattr(self.reward, "take_metrics", dict)() | getattr(self.collector, "take_metrics", dict)()
+        self._metrics = told | finish(found)
 
     def metrics(self) -> dict[str, float]:
         """The numbers of the last step."""
@@ -265,9 +365,11 @@ class RLLearner:
         return {
             "collector": self.collector.state_dict(),
             "kl_coef": self.kl.coef,
+            "entropy_coef": self.entropy.coef,
             "baseline": dataclasses.asdict(self.baseline),
             "policy_version": self.engine.version,
             "reference": self.reference.weights if refreshed and self.reference is not None else None,
+            "replay": None if self.replay is None else self.replay.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -275,14 +377,28 @@ class RLLearner:
         self.collector.load_state_dict(state["collector"])
         if isinstance(self.kl, AdaptiveKL):  # a fixed coefficient is a setting, which may have been changed
             self.kl = dataclasses.replace(self.kl, coef=state["kl_coef"])
+        if isinstance(self.entropy, EntropyTarget):
+            held = min(state["entropy_coef"], self.entropy.limit)  # the limit may have been changed
+            self.entropy = dataclasses.replace(self.entropy, coef=held)
         self.baseline = EMABaseline(**state["baseline"])
         if self.reference is not None and state["reference"] is not None:
             self.reference.load(state["reference"])
+        if self.replay is not None:
+            self.replay.load_state_dict(state.get("replay"))
         self.engine.load(engine_weights(self.policy), state["policy_version"])
 
     # -- pieces --------------------------------------------------------------------------------------------------
 
-    def _score(self, module: torch.nn.Module, batch: Batch, wanted: Tensor) -> Any:
+    @property
+    def _against(self) -> Against | None:
+        """What the exact KL is measured to."""
+        if self.reference is None or self.options.algorithm.kl_kind != "exact":
+            return None
+        return self.reference.read
+
+    def _score(
+        self, module: torch.nn.Module, batch: Batch, wanted: Tensor, *, against: Against | None = None
+    ) -> Outputs:
         return score(
             module,
             batch,
@@ -290,6 +406,7 @@ class RLLearner:
             temperature=self.sampling.scoring_temperature,
             token_budget=self.options.optim.token_budget,
             device=self.updater.accelerator.device,
+            against=against,
             timer=self.timer,
         )
 
@@ -313,9 +430,13 @@ def engine_weights(policy: LoadedModel) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in plain.model.named_parameters()}
 
 
-def _with_advantages(batch: Batch, made: Tensor | tuple[Tensor, Tensor]) -> Batch:
-    """Write advantages (one per sequence are spread over its positions) and, with a critic, returns into the batch."""
-    advantages, returns = made if isinstance(made, tuple) else (made, None)
-    if advantages.dim() == 1:
-        advantages = torch.where(trained(batch), advantages[:, None], 0)
-    return dataclasses.replace(batch, advantages=advantages, returns=returns)
+def _or_nan(scores: Sequence[float | None]) -> Tensor:
+    return torch.tensor([float("nan") if score is None else score for score in scores])
+
+
+def _recorded(batch: Batch, eligible: Tensor) -> tuple[Batch, Tensor]:
+    """The batch with behaviour log-probs in it, and where they are missing or not finite."""
+    held = batch.behaviour_logprobs
+    if held is None:
+        held = torch.full(batch.ids.shape, torch.nan)
+    return dataclasses.replace(batch, behaviour_logprobs=held), eligible & ~held.isfinite()

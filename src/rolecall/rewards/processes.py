@@ -27,14 +27,12 @@ class Worker:
     Ctrl-C does not reach it, and a kill takes its children along.
     """
 
-    def __init__(self, setup: bytes) -> None:
+    def __init__(self, setup: bytes, *, module: str = "rolecall.rewards.worker") -> None:
+        """`module` has the `main` that the process runs."""
         self.channel, theirs = socket.socketpair()
         life, self._life = os.pipe()
         # The child gets the trainer's sys.path before it imports anything, so that it finds what the trainer finds.
-        program = (
-            f"import sys; sys.path[:] = {sys.path!r}\n"
-            f"from rolecall.rewards.worker import main; main({theirs.fileno()}, {life})"
-        )
+        program = f"import sys; sys.path[:] = {sys.path!r}\nfrom {module} import main; main({theirs.fileno()}, {life})"
         self.process = subprocess.Popen(
             [sys.executable, "-c", program],
             stdin=subprocess.DEVNULL,

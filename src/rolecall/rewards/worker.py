@@ -32,7 +32,7 @@ Send = Callable[[dict[str, Any]], None]
 
 def main(channel_fd: int, life_fd: int) -> None:
     """Serve the trainer at the other end of the socket until it hangs up."""
-    _die_with_trainer(life_fd)
+    die_with_trainer(life_fd)
     os.set_inheritable(channel_fd, False)
     channel = socket.socket(fileno=channel_fd)
 
@@ -45,10 +45,10 @@ def main(channel_fd: int, life_fd: int) -> None:
 
 
 def _serve(channel: socket.socket, send: Send) -> None:
-    setup = _receive(channel)
+    setup = receive(channel)
     if setup is None:
         return
-    _limit_memory(setup["memory_mb"])
+    limit_memory(setup["memory_mb"])
     try:
         functions = [inspect_function(packed.name, open_packed(packed)) for packed in setup["functions"]]
     except RewardError as error:
@@ -56,7 +56,7 @@ def _serve(channel: socket.socket, send: Send) -> None:
         return
     gc.freeze()
     send({"ready": [function.style for function in functions], "columns": [f.columns for f in functions]})
-    while (job := _receive(channel)) is not None:
+    while (job := receive(channel)) is not None:
         _run(functions[job["function"]], Answers(**job["answers"]), send)
 
 
@@ -73,7 +73,7 @@ def _run(function: RewardFunction, answers: Answers, send: Send) -> None:
     except RewardError as error:
         send({"fatal": str(error)})
     except BaseException as error:  # whatever a user function raises, SystemExit too, is this call's failure
-        send(_described(error) | {"done": True})
+        send(described(error) | {"done": True})
 
 
 def _run_sample(function: RewardFunction, answers: Answers, index: int, send: Send) -> None:
@@ -83,12 +83,13 @@ def _run_sample(function: RewardFunction, answers: Answers, index: int, send: Se
     except (RewardError, MemoryError):
         raise
     except BaseException as error:
-        send({"at": index} | _described(error))
+        send({"at": index} | described(error))
     else:
         send({"at": index, "value": value, "extras": extras, "metrics": log.metrics})
 
 
-def _described(error: BaseException) -> dict[str, Any]:
+def described(error: BaseException) -> dict[str, Any]:
+    """What was raised, where, and whether memory ran out."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if frames else ""
     # The text may quote the model: control characters are shown, not sent to a terminal.
@@ -99,7 +100,8 @@ def _described(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _receive(channel: socket.socket) -> Any:
+def receive(channel: socket.socket) -> Any:
+    """The next thing the trainer sends; None when it has hung up."""
     header = _read(channel, HEADER.size)
     if header is None:
         return None
@@ -118,14 +120,15 @@ def _read(channel: socket.socket, size: int) -> bytearray | None:
     return buffer
 
 
-def _limit_memory(memory_mb: int | None) -> None:
+def limit_memory(memory_mb: int | None) -> None:
+    """No core files, and not more memory than that."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_mb is not None:
         # Private writable memory, not address space: libraries reserve far more of the latter than they use.
         resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
 
 
-def _die_with_trainer(life_fd: int) -> None:
+def die_with_trainer(life_fd: int) -> None:
     """Have the kernel kill this process when the trainer, which holds the other end of the pipe, is gone.
 
     A thread could not do it (C code may hold the interpreter's lock), nor could the parent-death signal, which fires

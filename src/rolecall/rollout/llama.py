@@ -207,14 +207,14 @@ class LlamaDecoder:
         return torch.cat([self._normed(q, query_norm), self._normed(k, key_norm), v], dim=1).flatten(1)
 
     def prefill(
-        self, ids: Int[Tensor, "rows time"], past: Float[Tensor, "layers 2 heads start width"] | None = None
+        self, ids: Int[Tensor, "rows time"], past: Float[Tensor, "layers 2 rows heads start width"] | None = None
     ) -> tuple[Float[Tensor, "rows time width"], Float[Tensor, "layers 2 rows heads time width"]]:
         """Hidden states and keys/values of whole prompts, right-padded (causal, so padding behind changes nothing).
 
-        With `past`, one row that goes on from a cached prefix.
+        With `past`, rows that go on from cached prefixes of one length.
         """
         rows, time = ids.shape
-        start = 0 if past is None else past.shape[3]
+        start = 0 if past is None else past.shape[4]
         cos, sin = self._rotation(torch.arange(start, start + time))
         kept = torch.empty(self.layer_count, 2, rows, self.kv_heads, time, self.head_dim, dtype=self.dtype)
         behind = None
@@ -225,7 +225,7 @@ class LlamaDecoder:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             kept[layer, 0], kept[layer, 1] = k, v
             if past is not None:
-                k, v = torch.cat([past[layer, 0][None], k], 2), torch.cat([past[layer, 1][None], v], 2)
+                k, v = torch.cat([past[layer, 0], k], 2), torch.cat([past[layer, 1], v], 2)
             mixed = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=behind, is_causal=past is None, enable_gqa=self.heads != self.kv_heads
             )

@@ -158,43 +158,45 @@ class NativeEngine:
         return torch.stack(new) if new else self._decoder.embedding[:0]
 
     def _prefill(self, waiting: deque[_Prompt], free: int) -> None:
-        """Compute the prompts whose samples enter next, those of like length together."""
-        wanted: list[_Prompt] = []
+        """Compute the prompts whose samples enter next: those that go on from equally long caches together."""
+        wanted: dict[int, list[tuple[_Prompt, Tensor | None]]] = {}
         for prompt in waiting:
             if free <= 0:
                 break
             free -= prompt.request.n - prompt.started
-            if prompt.kv is None and not self._resume(prompt):
-                wanted.append(prompt)
-        wanted.sort(key=lambda p: p.length)
-        while wanted:
-            count = max(1, min(len(wanted), _PREFILL_TOKENS // wanted[-1].length))
-            batch, wanted = wanted[-count:], wanted[:-count]
-            ids = torch.zeros(count, batch[-1].length, dtype=torch.long)
-            for i, prompt in enumerate(batch):
-                ids[i, : prompt.length] = torch.tensor(prompt.request.prompt_ids)
-            hidden, kv = self._decoder.prefill(ids)
-            for i, prompt in enumerate(batch):
-                prompt.hidden = hidden[i, prompt.length - 1].clone()
-                prompt.kv = kv[:, :, i, :, : prompt.length].clone()
+            if prompt.kv is None:
+                past = self._known(prompt)
+                wanted.setdefault(0 if past is None else past.shape[3], []).append((prompt, past))
+        for start, prompts in wanted.items():
+            prompts.sort(key=lambda pair: pair[0].length)
+            while prompts:
+                count = max(1, min(len(prompts), _PREFILL_TOKENS // (prompts[-1][0].length - start)))
+                batch, prompts = prompts[-count:], prompts[:-count]
+                self._prefill_batch(batch, start)
 
-    def _resume(self, prompt: _Prompt) -> bool:
-        """Go on from the conversation's cache as far as the prompt begins with it."""
+    def _prefill_batch(self, batch: list[tuple[_Prompt, Tensor | None]], start: int) -> None:
+        """Those of like length together; each has `start` tokens in its cache."""
+        ids = torch.zeros(len(batch), batch[-1][0].length - start, dtype=torch.long)
+        for i, (prompt, _) in enumerate(batch):
+            ids[i, : prompt.length - start] = torch.tensor(prompt.request.prompt_ids[start:])
+        known = [past for _, past in batch if past is not None]
+        hidden, kv = self._decoder.prefill(ids, torch.stack(known, dim=2)) if known else self._decoder.prefill(ids)
+        for i, (prompt, past) in enumerate(batch):
+            new = kv[:, :, i, :, : prompt.length - start]
+            prompt.hidden = hidden[i, prompt.length - start - 1].clone()
+            prompt.kv = new.clone() if past is None else torch.cat([past, new], dim=3)
+
+    def _known(self, prompt: _Prompt) -> Tensor | None:
+        """The conversation's cache as far as the prompt begins with it."""
         name = prompt.request.conversation
         known = self._conversations.pop(name, None) if name is not None else None
         if known is None:
-            return False
+            return None
         ids, past = known
         # At least the last token is fed again, for its hidden state.
         pairs = zip(ids, prompt.request.prompt_ids[:-1], strict=False)
         shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), prompt.length - 1))
-        if shared == 0:
-            return False
-        past = past[:, :, :, :shared]
-        hidden, kv = self._decoder.prefill(torch.tensor([prompt.request.prompt_ids[shared:]]), past)
-        prompt.hidden = hidden[0, -1]
-        prompt.kv = torch.cat([past, kv[:, :, 0]], dim=3)
-        return True
+        return past[:, :, :, :shared] if shared else None
 
     def _draw(self, rows: list[_Row], hidden: Tensor) -> Drawn:
         """The next token of every row, each by its own settings and its own random number."""

@@ -66,7 +66,7 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Drawn:
+class Drawn:
     """What the built-in tasks share: problems are drawn one by one and sorted into the two sides."""
 
     kind: ClassVar[str]
@@ -114,7 +114,7 @@ class _Drawn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Addition(_Drawn):
+class Addition(Drawn):
     """Two numbers of up to `digits` digits."""
 
     kind: ClassVar[str] = "addition"
@@ -128,7 +128,7 @@ class Addition(_Drawn):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sorting(_Drawn):
+class Sorting(Drawn):
     """Digits to be put in order, smallest first."""
 
     kind: ClassVar[str] = "sorting"
@@ -143,7 +143,7 @@ class Sorting(_Drawn):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reversal(_Drawn):
+class Reversal(Drawn):
     """Letters to be written backwards."""
 
     kind: ClassVar[str] = "reversal"
@@ -157,7 +157,7 @@ class Reversal(_Drawn):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Countdown(_Drawn):
+class Countdown(Drawn):
     """An expression that uses each of the numbers once and has the value asked for; any such expression is right."""
 
     kind: ClassVar[str] = "countdown"
@@ -194,8 +194,8 @@ BUILT_IN = {task.kind: task for task in (Addition, Sorting, Reversal, Countdown)
 """The built-in tasks by name."""
 
 
-def demonstrations(task: Task, split: Split, *, n: int, seed: int = 0) -> Rows:
-    """Rows with the gold answer as `completion`, to learn from by imitation."""
+def demonstrations(task: Any, split: Split, *, n: int, seed: int = 0) -> Rows:
+    """Rows with the gold answer (or the rest of an episode) as `completion`, to learn from by imitation."""
     return ListRows(row | {"completion": task.gold(row)} for row in task.rows(split, n=n, seed=seed))
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from rolecall.policy.logprobs import Head
 from rolecall.policy.lora import reference as without_adapter
 from rolecall.policy.model import PolicyModel
 
@@ -32,6 +33,13 @@ class Reference:
         else:
             with without_adapter(self._policy.model):
                 yield PolicyModel(self._policy.model)
+
+    @torch.no_grad()
+    def read(self, ids: Tensor, asked: Tensor, temperature: float) -> tuple[Tensor, Head]:
+        """What the exact KL to it needs (`PolicyModel.read`)."""
+        with self.module() as frozen:
+            assert isinstance(frozen, PolicyModel)
+            return frozen.read(ids, asked, temperature)
 
     def refresh(self) -> None:
         """Make the policy of this moment the reference."""

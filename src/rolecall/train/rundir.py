@@ -17,6 +17,7 @@ _NAME = re.compile(r"\w[\w.=+@,-]*")
 _STEP_FILE = re.compile(r"step-([0-9]{6,})(\.[\w-]+)*\.parquet")
 _LAYOUT = (
     *("config.json", "run.json", "metrics.jsonl", "timing.jsonl", "report.html"),
+    *("answers.jsonl", "best_of_n.json"),
     *("rollouts", "updates", "checkpoints", "model", "curves"),
 )
 _log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from rolecall.experience.batches import lengths_of, micro_batches
-from rolecall.policy.model import Outputs, shares_prefixes
+from rolecall.policy.model import Against, Outputs, shares_prefixes
 from rolecall.train.timing import Timer
 from rolecall.types import Batch
 
@@ -19,11 +19,10 @@ def score(
     token_budget: int,
     device: torch.device | str = "cpu",
     timer: Timer | None = None,
+    against: Against | None = None,
 ) -> Outputs:
-    """What a `PolicyModel` says about the wanted positions, [batch, time]; 0 elsewhere."""
-    shape = batch.ids.shape
-    logprobs, entropy, values = (torch.zeros(shape) for _ in range(3))
-    found_values = False
+    """What a `PolicyModel` says about the wanted positions, [batch, time]; 0 elsewhere. With `against`, the exact KL."""
+    found: dict[str, Tensor] = {}
     plain = getattr(module, "module", module)  # inside DDP
     groups = batch.groups if shares_prefixes(plain) else None
     parts = micro_batches(lengths_of(batch), token_budget=token_budget, groups=groups)
@@ -31,10 +30,10 @@ def score(
         part = batch.rows(rows)
         time = max(2, int(lengths_of(part).max()))
         part = part.trimmed(time)
-        out = module(part.ids.to(device), wanted[rows, :time].to(device), temperature=temperature)
-        logprobs[rows, :time], entropy[rows, :time] = out.logprobs.float().cpu(), out.entropy.float().cpu()
-        if out.values is not None:
-            values[rows, :time], found_values = out.values.float().cpu(), True
+        out = module(part.ids.to(device), wanted[rows, :time].to(device), temperature=temperature, against=against)
+        for name, tensor in zip(Outputs._fields, out, strict=True):
+            if tensor is not None:
+                found.setdefault(name, torch.zeros(batch.ids.shape))[rows, :time] = tensor.float().cpu()
         if timer is not None:
             timer.advance(done, len(parts), "micro-batches")
-    return Outputs(logprobs, entropy, values if found_values else None)
+    return Outputs(found["logprobs"], found["entropy"], found.get("values"), found.get("kl"))

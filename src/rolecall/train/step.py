@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from rolecall.experience.batches import lengths_of, micro_batches
-from rolecall.maths.reduce import denominator_of, position_weights
+from rolecall.maths.reduce import denominator_of, position_weights, sequence_lengths
 from rolecall.maths.roles import Verdict
-from rolecall.policy.model import Outputs, shares_prefixes
+from rolecall.policy.model import Against, Outputs, shares_prefixes
 from rolecall.train.timing import Timer
 from rolecall.types import Batch
 
@@ -70,6 +71,11 @@ def trained(batch: Batch) -> Tensor:
     return batch.verdicts == Verdict.TRAINED
 
 
+def denominator(term: Term, batch: Batch) -> Tensor:
+    """What the term is divided by, as far as this batch goes."""
+    return denominator_of(term.mask, mode=term.mode, lengths=sequence_lengths(term.mask, batch.episodes))
+
+
 class Updater:
     """Turns batches and a loss into optimiser steps."""
 
@@ -88,8 +94,13 @@ class Updater:
         self.token_budget, self.max_grad_norm = token_budget, max_grad_norm
         self.timer = timer or Timer()
 
-    def step(self, batch: Batch, loss: Loss, *, temperature: float, record: bool = False) -> StepResult:
-        """Forward and backward over all micro-batches, then one optimiser step if everything is finite."""
+    def step(
+        self, batch: Batch, loss: Loss, *, temperature: float, record: bool = False, against: Against | None = None
+    ) -> StepResult:
+        """Forward and backward over all micro-batches, then one optimiser step if everything is finite.
+
+        With `against` (`Reference.read`) the outputs have the exact KL to the reference.
+        """
         if not int(self._over_ranks(trained(batch).sum(), "sum")):
             return self._nothing(batch)
         tally = _Tally(batch, *self._denominators(batch, loss), record=record)
@@ -106,7 +117,7 @@ class Updater:
             return math.isfinite(sum(tally.coefs[name] * term for name, term in total.items()))
 
         grad_norm, finite = self.descend(
-            parts, lambda rows: self._micro_batch(batch, rows, loss, tally, temperature), is_finite
+            parts, lambda rows: self._micro_batch(batch, rows, loss, tally, temperature, against), is_finite
         )
         return StepResult(
             terms=total,
@@ -152,7 +163,7 @@ class Updater:
         """The terms, and each one's denominator over all ranks: the loss is asked with outputs of zeros."""
         zeros = torch.zeros(batch.ids.shape, device=batch.ids.device)
         with torch.no_grad():
-            terms = dict(loss(Outputs(zeros, zeros, zeros), batch))
+            terms = dict(loss(Outputs(zeros, zeros, zeros, zeros), batch))
         if not terms:
             raise ValueError("the loss gave no terms; return at least one, such as {'policy': Term(...)}")
         for name, term in terms.items():
@@ -161,10 +172,18 @@ class Updater:
                     f"loss term {name!r} counts positions whose verdict is not TRAINED, for which the policy computes "
                     "nothing; use `mask & trained(batch)`"
                 )
-        local = torch.stack([denominator_of(term.mask, mode=term.mode) for term in terms.values()])
+        local = torch.stack([denominator(term, batch) for term in terms.values()])
         return terms, dict(zip(terms, self.all_sum(local), strict=True))
 
-    def _micro_batch(self, batch: Batch, rows: Tensor, loss: Loss, tally: "_Tally", temperature: float) -> None:
+    def _micro_batch(
+        self,
+        batch: Batch,
+        rows: Tensor,
+        loss: Loss,
+        tally: "_Tally",
+        temperature: float,
+        against: Against | None,
+    ) -> None:
         device = self.accelerator.device
         if len(rows):
             part = batch.rows(rows).to(device)
@@ -177,7 +196,7 @@ class Updater:
         def row_loss(outputs: Outputs, which: slice) -> Tensor:
             return tally.add(loss(outputs, part.rows(which)), outputs, rows[which])
 
-        total, _ = self.module(ids, wanted, temperature=temperature, loss=row_loss)
+        total, _ = self.module(ids, wanted, temperature=temperature, loss=row_loss, against=against)
         # DDP averages gradients over ranks; the denominators already count them all.
         self.accelerator.backward(total * self.accelerator.num_processes)
 
@@ -194,6 +213,10 @@ class Updater:
     def all_max(self, x: Tensor) -> Tensor:
         """A tensor's maximum over ranks."""
         return self._over_ranks(x, "max")
+
+    def all_gather(self, items: list[Any]) -> list[Any]:
+        """The lists of all ranks, one behind the other."""
+        return items if self.accelerator.num_processes == 1 else list(gather_object(items))
 
     def _over_ranks(self, x: Tensor, how: str) -> Tensor:
         if self.accelerator.num_processes == 1:
@@ -212,10 +235,11 @@ class _Tally:
         self.denominators, self.record = denominators, record
         self.coefs = {name: term.coef for name, term in terms.items()}
         self._masks = {name: term.mask for name, term in terms.items()}
+        self._lengths = {name: sequence_lengths(term.mask, batch.episodes) for name, term in terms.items()}
         self.terms = {name: torch.zeros((), dtype=torch.float64) for name in denominators}
         shape = batch.ids.shape
-        self._outputs: dict[str, Tensor] = {name: torch.zeros(shape) for name in Outputs._fields}
-        self._has_values = False
+        self._shape = shape
+        self._outputs: dict[str, Tensor] = {}
         self.contributions = {n: torch.zeros(shape, dtype=torch.float64) for n in denominators} if record else {}
 
     def add(self, terms: Mapping[str, Term], outputs: Outputs, rows: Tensor) -> Tensor:
@@ -231,7 +255,14 @@ class _Tally:
                     f"the mask of loss term {name!r} changed between its denominator and its sum: it may depend on the "
                     "batch, never on the outputs; to weigh positions by the outputs multiply the values instead"
                 )
-            weights = position_weights(term.mask, mode=term.mode, denominator=self.denominators[name], norm=term.norm)
+            lengths = self._lengths[name]
+            weights = position_weights(
+                term.mask,
+                mode=term.mode,
+                denominator=self.denominators[name],
+                norm=term.norm,
+                lengths=None if lengths is None else lengths[rows].to(term.mask.device),
+            )
             values = torch.where(term.mask, term.values, 0)
             total = total + term.coef * (weights.to(values.dtype) * values).sum()
             detached = weights * values.detach().double()
@@ -240,12 +271,12 @@ class _Tally:
                 self.contributions[name][rows, : values.shape[1]] = (term.coef * detached).cpu()
         for name, tensor in zip(Outputs._fields, outputs, strict=True):
             if tensor is not None:
-                self._outputs[name][rows, : tensor.shape[1]] = tensor.detach().float().cpu()
-                self._has_values = self._has_values or name == "values"
+                held = self._outputs.setdefault(name, torch.zeros(self._shape))
+                held[rows, : tensor.shape[1]] = tensor.detach().float().cpu()
         return total
 
     def outputs(self) -> Outputs:
         """The outputs of all rows."""
-        return Outputs(
-            self._outputs["logprobs"], self._outputs["entropy"], self._outputs["values"] if self._has_values else None
-        )
+        zeros = torch.zeros(self._shape)  # where this rank had nothing to compute
+        held = self._outputs
+        return Outputs(held.get("logprobs", zeros), held.get("entropy", zeros), held.get("values"), held.get("kl"))

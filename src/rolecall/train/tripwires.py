@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rolecall.errors import UserError
-from rolecall.maths.reduce import position_weights
+from rolecall.maths.reduce import position_weights, sequence_lengths
 from rolecall.policy.model import Outputs
 from rolecall.train.step import Loss, Term, trained
 from rolecall.types import Batch
@@ -198,15 +198,19 @@ def loss_sum(summed: float, loss: float, *, size: float) -> Finding | None:
 
 
 def denominators(
-    terms: Mapping[str, Term], counts: Mapping[str, Tensor], parts: Mapping[str, Tensor]
+    terms: Mapping[str, Term],
+    counts: Mapping[str, Tensor],
+    parts: Mapping[str, Tensor],
+    episodes: Tensor | None = None,
 ) -> Finding | None:
     """Invariant 1, on the step as it was: each term was divided by the count of what it adds up.
 
     `terms` is the loss of the whole mini-batch as it came out, `counts` the denominators of their masks over all ranks,
-    `parts` the contributions that were recorded, computed micro-batch by micro-batch.
+    `parts` the contributions that were recorded, computed micro-batch by micro-batch. `episodes` are the batch's.
     """
     for name, term in terms.items():
-        weights = position_weights(term.mask, mode=term.mode, denominator=counts[name], norm=term.norm)
+        lengths = sequence_lengths(term.mask, episodes)
+        weights = position_weights(term.mask, mode=term.mode, denominator=counts[name], norm=term.norm, lengths=lengths)
         wanted = term.coef * weights * torch.where(term.mask, term.values, 0).double()
         off = (wanted - parts[name]).abs()
         slack = 1e-5 * float(wanted.abs().max()) + 1e-9
@@ -312,7 +316,7 @@ def _gradients(
         for name, tensor in given
         if tensor is not None
     }
-    held = Outputs(leaves["logprobs"], leaves["entropy"], leaves.get("values"))
+    held = Outputs(leaves["logprobs"], leaves["entropy"], leaves.get("values"), leaves.get("kl"))
     computed = {
         f.name: torch.where(mask, tensor, fill)
         for f in fields(batch)

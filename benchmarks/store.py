@@ -1,0 +1,71 @@
+"""What it costs to append a step's rollouts to the store, against the step itself.
+
+    python benchmarks/store.py [--steps 12]
+
+GRPO on the built-in model, single-threaded, at two sizes of step; the median over the steps of one run, written to the
+same disk as runs are. A larger model makes the step longer and the record no larger.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rolecall
+from rolecall.recipes import records
+from rolecall.train.jsonl import read_lines
+
+SIZES = {
+    "32 prompts x 8 answers x 8 tokens": {"prompts": 32, "samples": 8, "sampling": {"max_new_tokens": 8}},
+    "16 prompts x 8 answers x 64 tokens": {
+        "prompts": 16,
+        "samples": 8,
+        "sampling": {"max_new_tokens": 64, "stop_ids": []},
+    },
+}
+
+
+def measure(place: Path, steps: int, settings: dict[str, Any]) -> tuple[float, float, int]:
+    """(seconds to append, seconds of a step without it, bytes of a step's file), medians."""
+    spent: list[float] = []
+    write = records.write_rollouts
+
+    def timed(*arguments: Any, **named: Any) -> None:
+        begun = time.perf_counter()
+        write(*arguments, **named)
+        spent.append(time.perf_counter() - begun)
+
+    records.write_rollouts = timed
+    try:
+        run = rolecall.rl(
+            rows="sorting", steps=steps, out=str(place), save={"every": 0, "updates": 0}, quiet=True, **settings
+        )
+    finally:
+        records.write_rollouts = write
+    seconds = [timer["update"] + timer["collect"] for timer in read_lines(run.path / "timing.jsonl")]
+    size = statistics.median(path.stat().st_size for path in (run.path / "rollouts").iterdir())
+    appended = statistics.median(spent[1:])
+    return appended, statistics.median(seconds[1:]) - appended, int(size)
+
+
+def main() -> None:
+    """Print a line for each size."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=12)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{'step':36}  append      step     share     file")
+    with tempfile.TemporaryDirectory(dir=".") as place:
+        for number, (name, settings) in enumerate(SIZES.items()):
+            append, step, size = measure(Path(place) / str(number), given.steps, settings)
+            print(
+                f"{name:36}  {1000 * append:6.1f} ms  {1000 * step:6.0f} ms  {append / step:6.2%}  {size / 1024:5.0f} kB"
+            )
+
+
+if __name__ == "__main__":
+    main()

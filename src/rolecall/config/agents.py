@@ -1,0 +1,34 @@
+"""Options of episodes of several turns."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentOptions:
+    """Episodes of several turns: their limits, and how environments are run."""
+
+    max_turns: int = 16
+    """Turns of the policy in an episode, of all players together; then it is cut off (finish `max_turns`)."""
+    max_tokens: int | None = None
+    """Tokens that a player may write in an episode; then it is cut off (finish `length`)."""
+    max_seconds: float | None = None
+    """Seconds for the episodes of a step; then they are cut off (finish `timeout`). Results then depend on the clock."""
+    context_tokens: int | None = None
+    """Tokens of context, if less than the model's."""
+    when_full: Literal["end", "cut"] = "end"
+    """When the context is full: end the episode (finish `length`), or cut the oldest turns and go on as a new sample."""
+    deadline: float = 60.0
+    """Seconds an environment may take to answer before it is killed and its episode given up."""
+    workers: int = 2
+    """Processes that run environments which are not built in."""
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 1 or self.workers < 1:
+            raise ValueError(f"max_turns and workers must be at least 1, got {self.max_turns} and {self.workers}")
+        for name in ("max_tokens", "max_seconds", "context_tokens"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"agent.{name} must be above 0, got {value}; leave it out for no such limit")
+        if not self.deadline > 0:
+            raise ValueError(f"agent.deadline must be above 0 seconds, got {self.deadline}")

@@ -1,0 +1,97 @@
+"""Environments and their rows from the names a user gives."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from rolecall.config.agents import AgentOptions
+from rolecall.config.parts import ChatOptions, HeldOutOptions
+from rolecall.config.rl import RLOptions
+from rolecall.errors import UserError
+from rolecall.jobs.data import RowsSource, check_named
+from rolecall.policy.load import LoadedModel
+from rolecall.recipes.episodes import Arena
+from rolecall.rewards.records import Reward
+from rolecall.rollout.agents.pool import EnvPool, Envs, LocalEnvs
+from rolecall.rollout.engine import Engine
+from rolecall.tasks.agent_tasks import AGENT_TASKS
+from rolecall.tasks.env_names import check_name, is_task
+from rolecall.tasks.names import find_agent_task, resolve
+from rolecall.tasks.rows import ListRows, Rows, split
+from rolecall.train.timing import Timer
+
+EnvSource = str | Callable[[], Any]
+
+
+def env_source(env: EnvSource | None, rows: RowsSource | None) -> EnvSource | None:
+    """The environment to play in: the one given, or that of the rows' task; None if the rows are answered once."""
+    if env is None and isinstance(rows, str) and rows.partition(":")[0] in AGENT_TASKS:
+        return rows
+    return env
+
+
+def episode_rows(
+    env: EnvSource, rows: RowsSource | None, evaluation: HeldOutOptions, *, n: int, seed: int
+) -> tuple[Rows, Rows | None]:
+    """(rows to play, held-out rows if they will be used)."""
+    if isinstance(rows, str):
+        check_named("rows", rows)
+    if rows is None and not (isinstance(env, str) and is_task(env)):
+        train = ListRows([{"seed": i} for i in range(n)])
+        return train, ListRows([{"seed": -1 - i} for i in range(evaluation.rows)]) if evaluation.every else None
+    source = env if rows is None else rows
+    found: Any = resolve(source) if isinstance(source, str) else ListRows(source)  # type: ignore[arg-type]
+    if hasattr(found, "gold"):
+        test = found.rows("test", n=evaluation.rows) if evaluation.every else None
+        return found.rows("train", n=n, seed=seed), test
+    if not evaluation.every:
+        return found, None
+    kept, held_out = split(found, held_out=evaluation.held_out)
+    return kept, ListRows([held_out[i] for i in range(min(len(held_out), evaluation.rows))])
+
+
+def open_envs(env: EnvSource, options: AgentOptions, stack: ExitStack) -> Envs:
+    """The environments: built-in ones in this process, all others in workers."""
+    if isinstance(env, str):
+        if not env:
+            raise UserError(
+                "the environment's name is empty: give one, such as --env calculator or --env file.py:Class"
+            )
+        check_named("environment", env)
+        check_name(env)
+        if env.partition(":")[0] in AGENT_TASKS:
+            return LocalEnvs(find_agent_task(env).env)
+    return stack.enter_context(EnvPool(env, workers=options.workers, deadline_s=options.deadline))
+
+
+def open_arena(
+    envs: Envs,
+    options: AgentOptions,
+    *,
+    policy: LoadedModel,
+    engine: Engine,
+    reward: Reward,
+    chat: ChatOptions,
+    timer: Timer | None = None,
+) -> Arena:
+    """Everything an episode needs. The reward is added to what the environment gives."""
+    if not policy.has_chat_template:
+        raise UserError(f"model {policy.name!r} has no chat template, which episodes of several turns need")
+    if options.context_tokens is not None and options.context_tokens > policy.context_length:
+        raise UserError(
+            f"agent.context_tokens is {options.context_tokens} but the model's context is {policy.context_length}"
+        )
+    return Arena(policy=policy, engine=engine, envs=envs, reward=reward, options=options, chat=chat, timer=timer)
+
+
+def check_episodes(options: RLOptions) -> None:
+    """Refuse what is about single answers."""
+    if options.algorithm.overlong_buffer is not None:
+        raise UserError(
+            "algorithm.overlong_buffer is about the length of one answer; for episodes use agent.max_tokens"
+        )
+
+
+def env_label(env: EnvSource) -> str:
+    """What config.json says of an environment."""
+    return env if isinstance(env, str) else f"(given in Python) {getattr(env, '__name__', type(env).__name__)}"

@@ -1,0 +1,148 @@
+"""`rolecall best-of-n`: sample n answers to every prompt, keep the best."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from rolecall.config.best_of_n import BestOfNOptions
+from rolecall.config.merge import resolve
+from rolecall.config.parts import HeldOutOptions
+from rolecall.config.resume import saved_settings
+from rolecall.errors import UserError
+from rolecall.jobs.data import check_prompts, label, open_reward, prompt_rows
+from rolecall.jobs.rl import fingerprint, sampler
+from rolecall.jobs.running import Built, Run, execute, model_directory
+from rolecall.policy.load import load
+from rolecall.recipes.ask import Asker
+from rolecall.recipes.best_of_n import BestOfN
+from rolecall.tasks.rows import ChosenRows
+from rolecall.train.loop import LoopOptions
+from rolecall.train.progress import Progress
+from rolecall.train.rundir import RunDir
+from rolecall.train.state import read_state, write_state
+from rolecall.train.timing import Timer
+
+
+def best_of_n(
+    *,
+    rows: str | Sequence[Mapping[str, Any]] | None = None,
+    reward: Any = None,
+    judge: Any = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Run:
+    """Best of n: `best_of_n(model="runs/sft-1", rows="data.jsonl", reward="runs/rm-1", n=16)`.
+
+    The answers lie in `answers.jsonl` of the run, the curve over n in `best_of_n.json`. `rows` may be a list of dicts,
+    `reward` and `judge` a function or a list of them. All other settings are those of `rolecall best-of-n`.
+    """
+    given = dict(settings)
+    if isinstance(rows, str):
+        given["rows"] = rows
+    sources = {name: _listed(value) for name, value in (("reward", reward), ("judge", judge))}
+    for name, found in sources.items():
+        if found and all(isinstance(source, str) for source in found):
+            given[name] = tuple(found)
+    saved = saved_settings(given.get("out")) if given.get("resume") else {}
+    options = resolve(BestOfNOptions, [("config.json", saved), ("the call", given)]).options
+    return run(
+        options,
+        rows=None if rows is None or isinstance(rows, str) else rows,
+        rewards=sources["reward"] or None,
+        judges=sources["judge"] or None,
+        progress=progress,
+    )
+
+
+def run(
+    options: BestOfNOptions,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    rewards: Sequence[Any] | None = None,
+    judges: Sequence[Any] | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Run from options; rows and rewards that are objects take the place of the named ones."""
+    if rows is not None:
+        options = replace(options, rows=label(rows))
+    if rewards is not None:
+        options = replace(options, reward=tuple(r if isinstance(r, str) else label([r]) for r in rewards))
+    if judges is not None:
+        options = replace(options, judge=tuple(r if isinstance(r, str) else label([r]) for r in judges))
+    build = partial(_build, rows=rows, rewards=rewards, judges=judges)
+    return execute("best-of-n", options, build, progress=progress)
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _build(
+    options: BestOfNOptions,
+    accelerator: Accelerator,
+    timer: Timer,
+    stack: ExitStack,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None,
+    rewards: Sequence[Any] | None,
+    judges: Sequence[Any] | None,
+) -> Built:
+    if accelerator.num_processes > 1:
+        raise UserError("best-of-n runs in one process: start it without accelerate launch")
+    held_out = HeldOutOptions(every=1, rows=options.count) if options.split == "test" else HeldOutOptions()
+    source = options.rows if rows is None else rows
+    train, test, task_reward = prompt_rows(source, held_out, seed=options.seed)
+    if options.split == "test" and task_reward is None:
+        raise UserError("split is for tasks: these rows are used as they are, so leave it out")
+    found = test if test is not None else train
+    found = ChosenRows(found, range(min(options.count, len(found))))
+    how: dict[str, Any] = {"deadline_s": options.reward_deadline, "columns": found.columns}
+    reward = open_reward(rewards or options.reward, task_reward, stack, weights=options.reward_weights, **how)
+    judge = None
+    if judges or options.judge:
+        judge = open_reward(judges or options.judge, task_reward, stack, weights=None, **how)
+    policy = load(model_directory(options.model))
+    check_prompts(found, policy, options.chat)
+    engine = sampler(policy, options)
+    asker = Asker(
+        policy=policy,
+        engine=engine,
+        reward=reward,
+        rows=found,
+        chat=options.chat,
+        sampling=options.sampling,
+        timer=timer,
+    )
+    learner = BestOfN(options, asker=asker, judge=judge, model=engine.hash, tokenizer=fingerprint(policy))
+
+    def watch(run: RunDir) -> None:
+        learner.run = run
+
+    def write(directory: Path, extra: dict[str, Any]) -> None:
+        write_state(directory, "trainer", {"extra": extra})
+
+    def read(directory: Path) -> dict[str, Any]:
+        extra: dict[str, Any] = read_state(directory, "trainer")["extra"]
+        return extra
+
+    return Built(
+        learner=learner,
+        loop=LoopOptions(
+            steps=-(-len(found) // options.prompts),
+            save_every=options.save.every,
+            keep=options.save.keep,
+            eval_every=0,
+            main="reward",
+        ),
+        write=write,
+        read=read,
+        save_model=None,
+        is_finite=lambda: True,
+        watch_run=watch,
+        finish=learner.finish,
+    )

@@ -1,0 +1,98 @@
+"""`rolecall dpo`: train a policy on preferences."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from accelerate import Accelerator
+
+from rolecall.config.dpo import DPOOptions
+from rolecall.config.merge import resolve
+from rolecall.config.resume import saved_settings
+from rolecall.jobs.data import check_named, label, rendered_pairs
+from rolecall.jobs.rl import open_policy
+from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options
+from rolecall.jobs.sft import task_evaluator
+from rolecall.policy.model import PolicyModel
+from rolecall.recipes.dpo import DPOLearner
+from rolecall.recipes.reward_model import preferences
+from rolecall.tasks.names import resolve as resolve_rows
+from rolecall.train.optim import make_optimizer
+from rolecall.train.progress import Progress
+from rolecall.train.reference import Reference
+from rolecall.train.step import Updater
+from rolecall.train.timing import Timer
+
+_log = logging.getLogger("rolecall")
+
+
+def dpo(
+    *, rows: str | Sequence[Mapping[str, Any]] | None = None, progress: Progress | None = None, **settings: Any
+) -> Run:
+    """Train on preferences: `dpo(model="runs/sft-1", rows="preferences.jsonl", beta=0.1, steps=200)`.
+
+    `rows` may be a list of dicts. All other settings are those of `rolecall dpo`, nested or dotted.
+    """
+    given = None if rows is None or isinstance(rows, str) else rows
+    if rows is not None:
+        settings["rows"] = rows if isinstance(rows, str) else label(rows)
+    saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
+    options = resolve(DPOOptions, [("config.json", saved), ("the call", settings)]).options
+    return run(options, rows=given, progress=progress)
+
+
+def run(
+    options: DPOOptions, *, rows: Sequence[Mapping[str, Any]] | None = None, progress: Progress | None = None
+) -> Run:
+    """Run from options; rows that are objects take the place of the named ones."""
+    return execute("dpo", options, partial(_build, rows=rows), progress=progress)
+
+
+def _build(
+    options: DPOOptions,
+    accelerator: Accelerator,
+    timer: Timer,
+    stack: ExitStack,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None,
+) -> Built:
+    if rows is None:
+        check_named("rows", options.rows)
+    train, held_out = preferences(options, rows)
+    policy = open_policy(options.model, options)
+    pairs, left_out = rendered_pairs(train, policy, options.chat, max_length=options.max_length)
+    if left_out:
+        _log.warning("%s", left_out)
+    held = None
+    if held_out is not None:
+        held, _ = rendered_pairs(held_out, policy, options.chat, max_length=options.max_length, limit=options.eval.rows)
+    module = PolicyModel(policy.model)
+    optimizer = make_optimizer(module, options.optim)
+    wrapped, optimizer = accelerator.prepare(module, optimizer)
+    updater = Updater(
+        accelerator,
+        wrapped,
+        optimizer,
+        token_budget=options.optim.token_budget,
+        max_grad_norm=options.optim.max_grad_norm,
+    )
+    learner = DPOLearner(options, updater=updater, reference=Reference(module), pairs=pairs)
+    of_task = rows is None and hasattr(resolve_rows(options.rows), "gold")
+    answers = task_evaluator(options, policy, options.rows, stack) if of_task and held is not None else None
+    return build_policy(
+        learner,
+        loop_options(options, main="reward" if answers is not None else "rewards/accuracies"),
+        policy=policy,
+        module=module,
+        optimizer=optimizer,
+        evaluate=None if held is None else partial(_evaluate, learner, held, answers),
+    )
+
+
+def _evaluate(
+    learner: DPOLearner, held: Sequence[Any], answers: Callable[[int], dict[str, float]] | None, step: int
+) -> dict[str, float]:
+    """Held-out pairs and, of a task, held-out problems."""
+    return learner.evaluate(held) | (answers(step) if answers is not None else {})

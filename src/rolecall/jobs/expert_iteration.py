@@ -1,0 +1,144 @@
+"""`rolecall expert-iteration`: sample, keep the good answers, imitate them, again."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from accelerate import Accelerator
+
+from rolecall.config.expert_iteration import ExpertIterationOptions
+from rolecall.config.merge import resolve
+from rolecall.config.resume import saved_settings
+from rolecall.jobs.data import check_prompts, label, open_judge, open_reward, prompt_rows
+from rolecall.jobs.rl import fingerprint, open_policy, sampler
+from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options
+from rolecall.policy.model import PolicyModel
+from rolecall.recipes.ask import Asker
+from rolecall.recipes.evaluate import Evaluator
+from rolecall.recipes.expert_iteration import ExpertIterationLearner
+from rolecall.rollout.engine import warn_if_support_is_cut
+from rolecall.train.optim import make_optimizer
+from rolecall.train.progress import Progress
+from rolecall.train.rundir import RunDir
+from rolecall.train.step import Updater
+from rolecall.train.timing import Timer
+
+
+def expert_iteration(
+    *,
+    rows: str | Sequence[Mapping[str, Any]] | None = None,
+    reward: Any = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Run:
+    """Expert iteration: `expert_iteration(model="runs/sft-1", rows="data.jsonl", reward=my_reward, steps=5)`.
+
+    `rows` may be a list of dicts, `reward` a function or a list of them. All other settings are those of
+    `rolecall expert-iteration`, nested or dotted.
+    """
+    given = dict(settings)
+    if isinstance(rows, str):
+        given["rows"] = rows
+    rewards = [] if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
+    if rewards and all(isinstance(source, str) for source in rewards):
+        given["reward"] = tuple(rewards)
+    saved = saved_settings(given.get("out")) if given.get("resume") else {}
+    options = resolve(ExpertIterationOptions, [("config.json", saved), ("the call", given)]).options
+    return run(
+        options,
+        rows=None if rows is None or isinstance(rows, str) else rows,
+        rewards=rewards or None,
+        progress=progress,
+    )
+
+
+def run(
+    options: ExpertIterationOptions,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    rewards: Sequence[Any] | None = None,
+    progress: Progress | None = None,
+) -> Run:
+    """Run from options; rows and rewards that are objects take the place of the named ones."""
+    if rows is not None:
+        options = replace(options, rows=label(rows))
+    if rewards is not None:
+        options = replace(options, reward=tuple(r if isinstance(r, str) else label([r]) for r in rewards))
+    return execute("expert-iteration", options, partial(_build, rows=rows, rewards=rewards), progress=progress)
+
+
+def _build(
+    options: ExpertIterationOptions,
+    accelerator: Accelerator,
+    timer: Timer,
+    stack: ExitStack,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None,
+    rewards: Sequence[Any] | None,
+) -> Built:
+    train, test, task_reward = prompt_rows(options.rows if rows is None else rows, options.eval, seed=options.seed)
+    reward = open_reward(
+        rewards or options.reward,
+        task_reward,
+        stack,
+        weights=options.reward_weights,
+        deadline_s=options.reward_deadline,
+        columns=train.columns,
+    )
+    policy = open_policy(options.model, options)
+    for some in (train, test):
+        if some is not None:
+            check_prompts(some, policy, options.chat)
+    module = PolicyModel(policy.model)
+    optimizer = make_optimizer(module, options.optim)
+    wrapped, optimizer = accelerator.prepare(module, optimizer)
+    updater = Updater(
+        accelerator,
+        wrapped,
+        optimizer,
+        token_budget=options.optim.token_budget,
+        max_grad_norm=options.optim.max_grad_norm,
+    )
+    engine = sampler(policy, options)
+    warn_if_support_is_cut(options.sampling)
+    asker = Asker(
+        policy=policy,
+        engine=engine,
+        reward=reward,
+        rows=train,
+        chat=options.chat,
+        sampling=options.sampling,
+        timer=timer,
+    )
+    learner = ExpertIterationLearner(
+        options, policy=policy, updater=updater, asker=asker, tokenizer=fingerprint(policy)
+    )
+
+    def watch(run: RunDir) -> None:
+        learner.run = run
+
+    evaluate = None
+    if test is not None:
+        judge, beside = open_judge(options, reward, task_reward, stack, columns=test.columns)
+        evaluate = Evaluator(
+            policy=policy,
+            engine=engine,
+            reward=judge,
+            train_reward=beside,
+            rows=test,
+            sampling=options.sampling,
+            chat=options.chat,
+            samples=options.eval.samples,
+            seed=options.seed,
+        )
+    return build_policy(
+        learner,
+        loop_options(options, main="reward"),
+        policy=policy,
+        module=module,
+        optimizer=optimizer,
+        evaluate=evaluate,
+        watch_run=watch,
+    )

@@ -1,0 +1,237 @@
+"""One player's side of an episode, as tokens.
+
+What the policy samples is kept as it was sampled: it is never decoded and encoded again. Messages of others are
+appended behind it in the chat template.
+
+    <|im_start|>user\\n 12*34 <|im_end|>\\n<|im_start|>assistant\\n <calc>12*34</calc> <|im_end|> \\n<|im_start|>tool\\n 408 …
+    prompt                                                         policy                        template            tool
+    P P P                                                          C C C              S          P P P               O
+
+Where the context is cut, or the template rewrites the past, a new sample begins: the first prompt is PROMPT again, what
+is kept of the past is OBSERVATION, and the samples of an episode count as one sequence.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from rolecall.maths.roles import Role
+from rolecall.policy.render import Rendered, continue_conversation, render
+from rolecall.tasks.env import Message
+from rolecall.types import Completion, Finish
+
+Run = tuple[int, int, str]
+"""(start, end, author) of tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dialect:
+    """How messages become tokens."""
+
+    tokenizer: Any
+    stop_ids: Sequence[int]
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Passed to the chat template; its tools among them."""
+    system_prompt: str | None = None
+    """Put before a conversation without a system message."""
+
+    def prompt(self, messages: Sequence[Message], *, given: int) -> Rendered:
+        """A conversation to be answered, of which the first `given` messages are the task's and the others were heard."""
+        return render(
+            self.tokenizer,
+            messages,
+            chat_template_kwargs=self.template_kwargs or None,
+            stop_ids=self.stop_ids,
+            observed_from=given,
+        )
+
+    def go_on(self, ids: Sequence[int], roles: Sequence[int], heard: Sequence[Message], history: Any) -> Rendered:
+        """The ids so far, and behind them what was heard."""
+        return continue_conversation(
+            self.tokenizer,
+            ids,
+            roles,
+            heard,
+            history=history,
+            chat_template_kwargs=self.template_kwargs or None,
+            stop_ids=self.stop_ids,
+        )
+
+    def text(self, completion: Completion) -> str:
+        """What the policy said, without its stop token."""
+        ids = completion.ids[:-1] if completion.finish is Finish.STOP else completion.ids
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+@dataclass(slots=True)
+class Sample:
+    """Tokens that the policy read and wrote in one piece."""
+
+    ids: list[int] = field(default_factory=list)
+    roles: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    authors: list[Run] = field(default_factory=list)
+
+    def extend(self, ids: Sequence[int], roles: Sequence[int], authors: Sequence[Run]) -> None:
+        """Append what the policy did not write. `authors` count from the first of the new tokens."""
+        start = len(self.ids)
+        self.ids += ids
+        self.roles += roles
+        self.logprobs += [float("nan")] * len(ids)
+        self.authors += [(start + first, start + last, who) for first, last, who in authors]
+
+    def add(self, completion: Completion) -> None:
+        """Append a turn of the policy."""
+        start, end = len(self.ids), len(self.ids) + len(completion.ids)
+        roles = [int(Role.CONTENT)] * len(completion.ids)
+        if completion.finish is Finish.STOP:
+            roles[-1] = int(Role.STOP)
+        self.ids += completion.ids
+        self.roles += roles
+        self.logprobs += completion.behaviour_logprobs
+        self.turns.append((start, end))
+        if end > start:
+            self.authors.append((start, end, "policy"))
+
+    def ended(self) -> "Sample":
+        """The same up to the policy's last token: what it never went on from is of no use."""
+        end = self.turns[-1][1]
+        return Sample(
+            self.ids[:end],
+            self.roles[:end],
+            self.logprobs[:end],
+            self.turns,
+            [run for run in self.authors if run[0] < end],
+        )
+
+
+class Conversation:
+    """What one player has read and said, and the samples it became."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        self.dialect = dialect
+        self.messages: list[Message] = []
+        """The whole of it, whatever was cut from the context."""
+        self.cuts = 0
+        """How often a new sample was begun."""
+        self._given: list[Message] = []
+        self._context: list[Message] = []
+        self._unread: list[Message] = []
+        self._sample = Sample()
+        self._earlier: list[Sample] = []
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Those with a turn of the policy's, in order."""
+        return [sample.ended() for sample in (*self._earlier, self._sample) if sample.turns]
+
+    @property
+    def policy_tokens(self) -> int:
+        """How many tokens the policy has written."""
+        return sum(end - start for sample in (*self._earlier, self._sample) for start, end in sample.turns)
+
+    def give(self, messages: Sequence[Message]) -> None:
+        """The task's own messages, before anything was said."""
+        self._given = self._with_system(messages)
+        self.messages += self._given
+
+    def hear(self, messages: Sequence[Message]) -> None:
+        """What others said. The policy reads it when it speaks next."""
+        if not self.messages:
+            self.give(messages)
+            return
+        self._unread += messages
+        self.messages += messages
+
+    def restart(self, context: Sequence[Message]) -> None:
+        """Go on from another context. What it does not have in common with the first prompt was heard."""
+        self._close()
+        context = self._with_system(context)
+        pairs = zip(self._given, context, strict=False)
+        same = next((i for i, (a, b) in enumerate(pairs) if dict(a) != dict(b)), min(len(self._given), len(context)))
+        self._given, self._context, self._unread = context[:same], [], context[same:]
+
+    def prompt(self) -> tuple[int, ...]:
+        """All that the policy reads before it speaks."""
+        if not self._sample.ids:
+            self._begin([*self._context, *self._unread])
+        elif self._unread or self._context[-1]["role"] == "assistant":
+            before = len(self._sample.ids)
+            history = [*self._given, *self._context]
+            found = self.dialect.go_on(self._sample.ids, self._sample.roles, self._unread, history)
+            self._context += self._unread
+            if found.new_sample:
+                self._close()
+                self._sample.extend(found.ids, found.roles, _authors(found.roles, [], prompt=True))
+            else:
+                new = found.roles[before:]
+                self._sample.extend(found.ids[before:], new, _authors(new, self._unread))
+        self._unread = []
+        return tuple(self._sample.ids)
+
+    def shorten(self, *, limit: int, room: int) -> bool:
+        """Drop the oldest turns so that `room` tokens fit within `limit`; False if even the last message does not.
+
+        Half of what the dropped and kept turns may take is left free, so that not every turn is cut anew.
+        """
+        body = self._context
+        starts = [i for i, message in enumerate(body) if message["role"] == "assistant"]
+        kept = [body[i:] for i in starts[1:]] + [body[starts[-1] + 1 :] if starts else body]
+        lengths = [len(self.dialect.prompt([*self._given, *tail], given=len(self._given)).ids) for tail in kept]
+        spare = limit - room
+        if lengths[-1] > spare:
+            return False
+        half = (spare + lengths[-1]) // 2
+        chosen = next(i for i, length in enumerate(lengths) if length <= half or i == len(kept) - 1)
+        self._close()
+        self._context = []
+        self._begin(kept[chosen])
+        return True
+
+    def say(self, completion: Completion) -> Message:
+        """Add the policy's turn; the message it is."""
+        self._sample.add(completion)
+        message = {"role": "assistant", "content": self.dialect.text(completion)}
+        self._context.append(message)
+        self.messages.append(message)
+        return message
+
+    def _with_system(self, messages: Sequence[Message]) -> list[Message]:
+        text = self.dialect.system_prompt
+        if text is None or (messages and messages[0]["role"] == "system"):
+            return list(messages)
+        return [{"role": "system", "content": text}, *messages]
+
+    def _begin(self, heard: Sequence[Message]) -> None:
+        found = self.dialect.prompt([*self._given, *heard], given=len(self._given))
+        self._context = list(heard)
+        self._sample.extend(found.ids, found.roles, _authors(found.roles, heard, prompt=True))
+
+    def _close(self) -> None:
+        if self._sample.turns:
+            self._earlier.append(self._sample)
+        self._sample = Sample()
+        self.cuts += 1
+
+
+def _authors(roles: Sequence[int], heard: Sequence[Message], *, prompt: bool = False) -> list[Run]:
+    """Who wrote the tokens: each run of OBSERVATION is one message's, all else is the template's (or the prompt's)."""
+    names = [_author(message) for message in heard if message["content"].strip()]
+    runs, edges = [], [0, *(t for t in range(1, len(roles)) if roles[t] != roles[t - 1]), len(roles)]
+    observed = sum(roles[start] == Role.OBSERVATION for start in edges[:-1] if roles)
+    if observed != len(names):  # a template that does not keep messages apart
+        names = [names[0] if len(set(names)) == 1 else "history"] * observed
+    heard_of, seen = iter(names), False
+    for start, end in pairwise(edges if roles else []):
+        is_heard = roles[start] == Role.OBSERVATION
+        seen = seen or is_heard
+        runs.append((start, end, next(heard_of) if is_heard else "prompt" if prompt and not seen else "template"))
+    return runs
+
+
+def _author(message: Message) -> str:
+    if message["role"] == "assistant":
+        return "history"
+    return str(message.get("author", message["role"]))

@@ -1,0 +1,204 @@
+"""Plays episodes: all that are live speak together, then all their environments take a step.
+
+Every random number of a turn is a function of (seed, step, prompt, sample, position), where the sample's number is the
+episode's, counted on for other players and for samples after a cut.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from time import monotonic
+from typing import Any
+
+from rolecall.config.agents import AgentOptions
+from rolecall.rollout.agents.conversation import Conversation, Dialect
+from rolecall.rollout.agents.pool import Envs, Failure, Start
+from rolecall.rollout.engine import Engine
+from rolecall.tasks.env import Reply
+from rolecall.types import Completion, Finish, Request, Sampling, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """An episode to play."""
+
+    prompt: int
+    """Which prompt of the step it is."""
+    sample: int
+    """Which of the prompt's episodes."""
+    row: Mapping[str, Any]
+    """What its environment begins with."""
+    seed: int
+    """The seed of its environment; episodes of one prompt share it."""
+
+
+@dataclass(slots=True)
+class Played:
+    """An episode, while it is played and afterwards."""
+
+    wanted: Wanted
+    sides: dict[str, Conversation]
+    """Each player's conversation."""
+    speaker: str
+    """Whose turn it is."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """What each player was given in all; none where the environment said nothing."""
+    counts: dict[str, float] = field(default_factory=dict)
+    """What the environment counted, and `turns` and `cut_turns`, those that ran into max_new_tokens."""
+    finish: Finish | None = None
+    """Why it ended; None while it is played."""
+    failure: str | None = None
+    """What went wrong, if it was broken off."""
+    view: Mapping[str, Any] = field(default_factory=dict)
+    """What reward functions see of the environment."""
+    version: int = 0
+    """The weights that played."""
+
+    def count(self, name: str, value: float = 1.0) -> None:
+        """Add to a count."""
+        self.counts[name] = self.counts.get(name, 0.0) + value
+
+    def trajectories(self, *, group: int) -> dict[str, list[Trajectory]]:
+        """Each player's samples, in order. All carry the episode's finish."""
+        assert self.finish is not None
+        return {
+            player: [
+                Trajectory(
+                    ids=tuple(sample.ids),
+                    roles=tuple(sample.roles),
+                    behaviour_logprobs=tuple(sample.logprobs),
+                    agent=player,
+                    episode=self.wanted.sample,
+                    group=group,
+                    turns=tuple(sample.turns),
+                    authors=tuple(sample.authors),
+                    finish=self.finish,
+                    policy_version=self.version,
+                )
+                for sample in side.samples
+            ]
+            for player, side in self.sides.items()
+        }
+
+
+class Player:
+    """Plays episodes of one kind of environment with one engine."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        envs: Envs,
+        dialect: Dialect,
+        options: AgentOptions,
+        context_length: int,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self.engine, self.envs, self.options, self.clock = engine, envs, options, clock
+        tools = {} if not envs.tools else {"tools": list(envs.tools)}
+        self.dialect = replace(dialect, template_kwargs={**tools, **dialect.template_kwargs})
+        self.limit = min(context_length, options.context_tokens or context_length)
+        self.advance: Callable[[int, int, str], None] = lambda done, total, unit: None
+        """Told how many episodes have ended."""
+
+    def play(self, wanted: Sequence[Wanted], sampling: Sampling, *, seed: int, step: int) -> list[Played]:
+        """All of them to their ends, in the order given."""
+        begun = self.clock()
+        samples = 1 + max((w.sample for w in wanted), default=0)
+        episodes = [
+            Played(
+                wanted=w,
+                sides={player: Conversation(self.dialect) for player in self.envs.players},
+                speaker=self.envs.players[0],
+                version=self.engine.version,
+            )
+            for w in wanted
+        ]
+        starts = {i: Start(row=w.row, seed=w.seed) for i, w in enumerate(wanted)}
+        for i, reply in self.envs.start(starts).items():
+            self._heard(episodes[i], reply, first=True)
+        while True:
+            late = self.options.max_seconds is not None and self.clock() - begun >= self.options.max_seconds
+            asked: dict[int, Request] = {}
+            for i, episode in enumerate(episodes):
+                if episode.finish is None and late:
+                    episode.finish = Finish.TIMEOUT
+                if episode.finish is None and (request := self._request(episode, sampling, seed, step, samples)):
+                    asked[i] = request
+            if not asked:
+                break
+            completions = self.engine.generate(list(asked.values()))
+            said = {i: self._said(episodes[i], c) for i, c in zip(asked, completions, strict=True)}
+            for i, reply in self.envs.step(said).items():
+                self._heard(episodes[i], reply)
+            self.advance(sum(e.finish is not None for e in episodes), len(episodes), "episodes")
+        cut = [i for i, episode in enumerate(episodes) if episode.finish is not None and episode.finish.truncated]
+        for i, reply in self.envs.end(cut).items():
+            self._ended(episodes[i], reply)
+        return episodes
+
+    def _request(self, episode: Played, sampling: Sampling, seed: int, step: int, samples: int) -> Request | None:
+        """What to ask for next, or None if there is no room left, which ends the episode."""
+        side, o = episode.sides[episode.speaker], self.options
+        ids = side.prompt()
+        room = sampling.max_new_tokens
+        if o.max_tokens is not None:
+            room = min(room, o.max_tokens - side.policy_tokens)
+        if o.when_full == "cut" and len(ids) + room > self.limit and side.shorten(limit=self.limit, room=room):
+            ids = side.prompt()
+            episode.count("context_cuts")
+        room = min(room, self.limit - len(ids))
+        if room < 1:
+            episode.finish = Finish.LENGTH
+            return None
+        wanted, players = episode.wanted, self.envs.players
+        number = (side.cuts * len(players) + players.index(episode.speaker)) * samples + wanted.sample
+        return Request(
+            prompt_ids=ids,
+            sampling=sampling if room == sampling.max_new_tokens else replace(sampling, max_new_tokens=room),
+            seed=seed,
+            step=step,
+            prompt=wanted.prompt,
+            first_sample=number,
+            conversation=f"{step}/{wanted.prompt}/{wanted.sample}/{episode.speaker}",
+        )
+
+    def _said(self, episode: Played, completion: Completion) -> Any:
+        episode.count("turns")
+        if completion.finish is Finish.LENGTH:
+            episode.count("cut_turns")
+        return episode.sides[episode.speaker].say(completion)
+
+    def _heard(self, episode: Played, reply: Reply | Failure, *, first: bool = False) -> None:
+        """Take in what the environment said, and end the episode if it or a limit does."""
+        if isinstance(reply, Failure):
+            episode.finish, episode.failure = Finish.ABORT, reply.reason
+            return
+        self._take(episode, reply)
+        if reply.context is not None:
+            episode.sides[reply.speaker].restart(reply.context)
+            episode.count("context_cuts")
+        for player, messages in reply.messages.items():
+            (episode.sides[player].give if first else episode.sides[player].hear)(messages)
+        if reply.done:
+            episode.finish = Finish.MAX_TURNS if reply.truncated else Finish.ENVIRONMENT
+            episode.view = reply.view
+            return
+        episode.speaker = reply.speaker
+        o = self.options
+        if episode.counts.get("turns", 0) >= o.max_turns:
+            episode.finish = Finish.MAX_TURNS
+        elif o.max_tokens is not None and episode.sides[reply.speaker].policy_tokens >= o.max_tokens:
+            episode.finish = Finish.LENGTH
+
+    def _ended(self, episode: Played, reply: Reply | Failure) -> None:
+        if isinstance(reply, Failure):
+            episode.finish, episode.failure = Finish.ABORT, reply.reason
+            return
+        self._take(episode, reply)
+        episode.view = reply.view
+
+    def _take(self, episode: Played, reply: Reply) -> None:
+        for player, reward in reply.rewards.items():
+            episode.rewards[player] = episode.rewards.get(player, 0.0) + reward
+        for name, value in reply.counts.items():
+            episode.count(name, value)

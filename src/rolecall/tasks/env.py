@@ -1,0 +1,227 @@
+"""Environments in message space: what a multi-turn episode is played with.
+
+An `Env` is one player's; a `Game` has several, of whom one speaks at a time. An instance plays one episode. Everything
+random in it comes from the seed of `reset`, so that an episode can be played again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, Protocol
+
+from rolecall.errors import UserError
+
+Message = Mapping[str, Any]
+"""A message with "role" and "content". An "author" says who wrote it where the role does not (a memory, say)."""
+Said = str | Sequence[Message]
+"""Messages, or the text of one by the user."""
+
+SOLO = "agent"
+"""The name of the only player of an `Env`."""
+
+
+class EnvError(UserError):
+    """An environment that cannot be used at all: not found, not of the right shape."""
+
+
+class BadReply(Exception):
+    """An environment's answer that is no answer: it ends this episode, not the run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What an environment makes of the policy's message."""
+
+    messages: Said = ()
+    """What the policy reads next."""
+    reward: float | None = None
+    """Added to the episode's score. None: nothing to say; an episode of which nothing was said has no score."""
+    done: bool = False
+    """The episode is over."""
+    truncated: bool = False
+    """With done: cut off by a limit of the environment's own, not ended."""
+    context: Sequence[Message] | None = None
+    """The whole conversation from here on, in place of all that was before (a summary, say). `messages` follow it."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to add up over the episode, logged as `agents/NAME`."""
+
+
+class Env(Protocol):
+    """One player's environment.
+
+    If it has `final_reward() -> float | None`, that is asked when a limit cuts the episode off. If it has `tools`, JSON
+    schemas, the chat template is given them.
+    """
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Said:
+        """Begin the episode of this row; what the policy reads first."""
+        ...
+
+    def step(self, message: Message) -> Step:
+        """The policy has said this."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """What a game makes of a player's message."""
+
+    speaker: str
+    """Who speaks next; of no meaning when it is done."""
+    messages: Mapping[str, Said] = field(default_factory=dict)
+    """What each player reads before it speaks next."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Added to each player's score."""
+    done: bool = False
+    """The game is over."""
+    truncated: bool = False
+    """With done: cut off, not ended."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to add up over the episode, logged as `agents/NAME`."""
+
+
+class Game(Protocol):
+    """Several players, each with a conversation of its own, of whom one speaks at a time."""
+
+    @property
+    def players(self) -> Sequence[str]:
+        """Their names."""
+        ...
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Move:
+        """Begin; `messages` are the players' prompts."""
+        ...
+
+    def step(self, message: Message) -> Move:
+        """The one whose turn it is has said this."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """What came of a reset or a step, whoever's environment it is: checked, and plain enough for JSON."""
+
+    speaker: str = SOLO
+    """Who speaks next."""
+    messages: Mapping[str, Sequence[Message]] = field(default_factory=dict)
+    """What each player reads."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """By player; none where nothing was said of it."""
+    done: bool = False
+    truncated: bool = False
+    context: Sequence[Message] | None = None
+    """The speaker's conversation from here on."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    view: Mapping[str, Any] = field(default_factory=dict)
+    """When it is done: what reward functions see of the environment, its plain attributes."""
+
+
+def players_of(env: Any) -> tuple[str, ...]:
+    """The players, one where the environment does not name any."""
+    return tuple(str(player) for player in getattr(env, "players", (SOLO,)))
+
+
+def first_reply(env: Any, row: Mapping[str, Any], seed: int) -> Reply:
+    """`env.reset`, checked."""
+    found = env.reset(row, seed)
+    if isinstance(found, Move):
+        return _of_move(found, players_of(env), "reset")
+    messages = _messages(found, "reset")
+    if not messages:
+        raise BadReply("reset returned no messages; the policy needs something to answer")
+    return Reply(messages={SOLO: messages})
+
+
+def next_reply(env: Any, message: Message) -> Reply:
+    """`env.step`, checked."""
+    found = env.step(message)
+    if isinstance(found, Move):
+        reply = _of_move(found, players_of(env), "step")
+    elif isinstance(found, Step):
+        context = None if found.context is None else _messages(found.context, "step", "context")
+        if context == []:
+            raise BadReply("step returned a context without messages; leave it out to go on with the conversation")
+        reply = Reply(
+            messages={SOLO: _messages(found.messages, "step")},
+            rewards={} if found.reward is None else {SOLO: _number(found.reward, "reward")},
+            done=bool(found.done),
+            truncated=bool(found.truncated),
+            context=context,
+            counts=_counts(found.counts),
+        )
+    else:
+        raise BadReply(f"step returned a {type(found).__name__}, not a Step (or, of a game, a Move)")
+    if not reply.done and not reply.messages.get(reply.speaker) and reply.context is None and len(players_of(env)) == 1:
+        raise BadReply("step returned no messages and is not done; the policy needs something to answer")
+    return reply if not reply.done else _with_view(reply, env)
+
+
+def last_reply(env: Any) -> Reply:
+    """What an environment has to say when a limit cuts the episode off."""
+    reward = env.final_reward() if hasattr(env, "final_reward") else None
+    rewards = {} if reward is None else {SOLO: _number(reward, "final reward")}
+    return _with_view(Reply(rewards=rewards, done=True, truncated=True), env)
+
+
+def _of_move(move: Move, players: tuple[str, ...], where: str) -> Reply:
+    for name in [*move.messages, *move.rewards, *([] if move.done else [move.speaker])]:
+        if name not in players:
+            raise BadReply(f"{where} spoke of a player {name!r}; the players are {', '.join(players)}")
+    return Reply(
+        speaker=move.speaker,
+        messages={player: _messages(said, where) for player, said in move.messages.items()},
+        rewards={player: _number(reward, "reward") for player, reward in move.rewards.items()},
+        done=bool(move.done),
+        truncated=bool(move.truncated),
+        counts=_counts(move.counts),
+    )
+
+
+def _messages(said: Any, where: str, what: str = "messages") -> list[dict[str, Any]]:
+    if isinstance(said, str):
+        return [{"role": "user", "content": said}]
+    if isinstance(said, Mapping) or not isinstance(said, Sequence):
+        raise BadReply(f"{where} returned a {type(said).__name__} as {what}, not a text or a list of messages")
+    checked = []
+    for message in said:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise BadReply(f"{where} returned {_short(message)} as a message; it needs `role` and `content`")
+        if not isinstance(message.get("content"), str):
+            raise BadReply(f"{where} returned a message whose content is {_short(message.get('content'))}, not a text")
+        kept = {name: message[name] for name in ("role", "content", "name", "author") if message.get(name) is not None}
+        checked.append({name: str(value) for name, value in kept.items()})
+    return checked
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
+        found = float(value)
+        if isfinite(found):
+            return found
+        raise BadReply(f"step returned the {what} {found}, which is not finite")
+    raise BadReply(f"step returned {_short(value)} as {what}, which is no number")
+
+
+def _counts(counts: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name): _number(value, f"count `{name}`") for name, value in counts.items()}
+
+
+def _with_view(reply: Reply, env: Any) -> Reply:
+    held = getattr(env, "view", None)
+    attributes = held() if callable(held) else getattr(env, "__dict__", {})
+    plain = {name: value for name, value in attributes.items() if not name.startswith("_") and _is_plain(value)}
+    return Reply(**{name: getattr(reply, name) for name in Reply.__dataclass_fields__ if name != "view"}, view=plain)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, float):
+        return isfinite(value)
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    return value is None or isinstance(value, bool | int | str)
+
+
+def _short(value: Any) -> str:
+    return f"a {type(value).__name__} ({value!r:.60})"

@@ -1,0 +1,107 @@
+"""Environments by name.
+
+calculator · guessing · kuhn              built in, with options as tasks have them: guessing:high=31,tries=5
+addition · rg:chain_sum …                 a task of one answer, as an environment of one turn
+envs.py:MyEnv · package.module:MyEnv      yours: a class with `reset` and `step`, or one of TRL's kind
+gym:FrozenLake-v1:is_slippery=false       Gymnasium's, with what `make` takes
+trl:envs.py:MyEnv                         TRL's `environment_factory` kind, where the class has a tool `step`
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rolecall.tasks.agent_tasks import AGENT_TASKS
+from rolecall.tasks.builtin import BUILT_IN
+from rolecall.tasks.env import EnvError
+from rolecall.tasks.env_adapters import GymEnv, OneTurn, TRLEnv
+from rolecall.tasks.names import find_agent_task, find_task, task_options
+
+Factory = Callable[[], Any]
+"""Makes a fresh environment, for one episode."""
+
+
+def open_env(name: str) -> Factory:
+    """What makes the environments of that name. User code is imported here: call it where it may run."""
+    kind, _, rest = name.partition(":")
+    if kind in AGENT_TASKS:
+        return find_agent_task(name).env
+    if kind in BUILT_IN or kind == "rg":
+        return partial(OneTurn, find_task(name))
+    if kind == "gym":
+        made, _, options = rest.partition(":")
+        return partial(GymEnv, made, **task_options(name, options))
+    forced = kind == "trl"
+    found = _import(rest if forced else name)
+    return as_factory(found, trl=forced, name=name)
+
+
+def as_factory(found: Any, *, trl: bool = False, name: str = "") -> Factory:
+    """What makes environments of a class or function given in Python."""
+    name = name or getattr(found, "__name__", repr(found))
+    if not callable(found):
+        raise EnvError(f"environment {name}: a {type(found).__name__} is no class or function that makes environments")
+    if trl or (isinstance(found, type) and not hasattr(found, "step")):
+        return partial(TRLEnv, found)
+    return found
+
+
+def is_task(name: str) -> bool:
+    """Whether a name is that of a task, which brings rows."""
+    kind = name.partition(":")[0]
+    return kind in AGENT_TASKS or kind in BUILT_IN or kind == "rg"
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that stands for nothing, without importing user code."""
+    kind, _, rest = name.partition(":")
+    if is_task(name):
+        find_agent_task(name) if kind in AGENT_TASKS else find_task(name)
+    elif kind == "gym":
+        open_env(name)()
+    else:
+        _parted(rest if kind == "trl" else name)
+
+
+def _parted(name: str) -> tuple[str, str]:
+    module, colon, attribute = name.rpartition(":")
+    if not colon or not module or not attribute:
+        known = [*AGENT_TASKS, *BUILT_IN]
+        near = get_close_matches(name, known, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)};"
+        raise EnvError(f"there is no environment {name!r}; {hint} name your own file.py:Class, Gymnasium's gym:ID")
+    if module.endswith(".py"):
+        path = Path(module).expanduser().resolve()
+        if not path.is_file():
+            raise EnvError(f"environment {name!r}: there is no file {path}")
+        return str(path), attribute
+    return module, attribute
+
+
+def _import(name: str) -> Any:
+    module, attribute = _parted(name)
+    try:
+        held: Any = _import_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
+    except BaseException as error:  # a module may raise anything, SystemExit too
+        raise EnvError(f"environment {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not hasattr(held, attribute):
+        near = get_close_matches(attribute, [n for n in dir(held) if not n.startswith("_")], n=1)
+        hint = f"; did you mean `{near[0]}`?" if near else ""
+        raise EnvError(f"environment {name!r}: {Path(module).name} has no `{attribute}`{hint}")
+    return getattr(held, attribute)
+
+
+def _import_file(path: Path) -> Any:
+    sys.path.insert(0, str(path.parent))  # so that it can import its neighbours
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise EnvError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,94 @@
+"""Tool calls in a policy's text: found, checked, answered.
+
+Two ways to write a call, both of which may stand anywhere in a message:
+
+    <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>      any arguments
+    <calc>12*34</calc>                                                         the tool's only argument, as text
+
+A call that cannot be read, or that fails, is answered with what is wrong, so that the policy can try again.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from rolecall.tasks.env import Message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """A call that the policy wrote."""
+
+    name: str
+    """The tool; empty if it could not be read."""
+    arguments: Mapping[str, Any]
+    """By name; a call of the short form has its one argument under the empty name."""
+    error: str | None = None
+    """Why it cannot be made."""
+
+
+_JSON_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
+
+
+def find_calls(text: str, tools: Sequence[str] = ()) -> list[ToolCall]:
+    """The calls in a text, in order. `tools` are the names that the short form is looked for."""
+    found = [(match.start(), _json_call(match)) for match in _JSON_CALL.finditer(text)]
+    for name in tools:
+        pattern = re.compile(rf"<{re.escape(name)}>(.*?)(</{re.escape(name)}>|$)", re.DOTALL)
+        found += [(match.start(), _short_call(name, match)) for match in pattern.finditer(text)]
+    return [call for _, call in sorted(found, key=lambda pair: pair[0])]
+
+
+def answer_call(call: ToolCall, tools: Mapping[str, Callable[..., Any]]) -> tuple[Message, bool]:
+    """(the tool's message, whether the call went well). Whatever a tool raises is told to the policy."""
+    error, name = call.error, call.name
+    result: Any = None
+    if error is None and name not in tools:
+        near = get_close_matches(name, tools, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(tools)}"
+        error = f"there is no tool {name!r}; {hint}"
+    if error is None:
+        arguments = dict(call.arguments)
+        if "" in arguments:
+            first = next(iter(inspect.signature(tools[name]).parameters), None)
+            arguments = {} if first is None else {first: arguments[""]}
+        try:
+            inspect.signature(tools[name]).bind(**arguments)
+            result = tools[name](**arguments)
+        except Exception as raised:  # a tool may raise anything; the episode goes on
+            error = f"{raised}" or type(raised).__name__
+    content = f"error: {error}" if error is not None else result if isinstance(result, str) else _as_text(result)
+    return {"role": "tool", "name": name or "tool", "content": content}, error is None
+
+
+def _as_text(result: Any) -> str:
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(result)
+
+
+def _json_call(match: re.Match[str]) -> ToolCall:
+    if not match[2]:
+        return ToolCall(name="", arguments={}, error="a tool call was not closed with </tool_call>")
+    try:
+        call = json.loads(match[1])
+    except (ValueError, RecursionError) as error:
+        why = error.msg if isinstance(error, json.JSONDecodeError) else "it is nested too deeply"
+        return ToolCall(name="", arguments={}, error=f"the tool call is not JSON: {why}")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return ToolCall(name="", arguments={}, error='a tool call needs {"name": ..., "arguments": {...}}')
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return ToolCall(name=call["name"], arguments={}, error="the arguments of a tool call must be a JSON object")
+    return ToolCall(name=call["name"], arguments=arguments)
+
+
+def _short_call(name: str, match: re.Match[str]) -> ToolCall:
+    if not match[2]:
+        return ToolCall(name=name, arguments={}, error=f"the call was not closed with </{name}>")
+    return ToolCall(name=name, arguments={"": match[1]})

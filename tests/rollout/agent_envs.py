@@ -1,0 +1,114 @@
+"""Environments that behave, and ones that do not."""
+
+import os
+import random
+import time
+
+from rolecall.tasks.env import Move, Step
+
+
+class Echo:
+    """Says what it heard, `rounds` times; 1 for every turn."""
+
+    rounds = 3
+
+    def reset(self, row, seed):
+        self.heard = []
+        return row.get("prompt", f"seed {seed}")
+
+    def step(self, message):
+        self.heard.append(message["content"])
+        done = len(self.heard) == self.rounds
+        return Step(messages=[{"role": "tool", "content": f"heard {len(self.heard)}"}], reward=1.0, done=done)
+
+
+class Endless(Echo):
+    """Never ends."""
+
+    rounds = -1
+
+
+class Raising(Echo):
+    """Raises on rows that say so."""
+
+    def step(self, message):
+        if self.bad and len(self.heard) == 1:
+            raise RuntimeError("the sky fell")
+        return super().step(message)
+
+    def reset(self, row, seed):
+        self.bad = row.get("bad", False)
+        return super().reset(row, seed)
+
+
+class Hanging(Raising):
+    """Sleeps for ever on rows that say so, in its second turn."""
+
+    def step(self, message):
+        if self.bad and len(self.heard) == 1:
+            time.sleep(1000)
+        return Echo.step(self, message)
+
+
+class Dying(Raising):
+    """Takes its process down on rows that say so."""
+
+    def step(self, message):
+        if self.bad and len(self.heard) == 1:
+            os._exit(7)
+        return Echo.step(self, message)
+
+
+class Fickle(Dying):
+    """Draws from no seed, so that it cannot be played again."""
+
+    def step(self, message):
+        return Step(messages=str(random.random())) if not self.bad else super().step(message)
+
+
+class NotText(Echo):
+    """Returns what its row says."""
+
+    def reset(self, row, seed):
+        self.wrong = row["wrong"]
+        return "go"
+
+    def step(self, message):
+        return self.wrong
+
+
+class Counting:
+    """Two players count in turn; who says 3 wins."""
+
+    players = ("a", "b")
+
+    def reset(self, row, seed):
+        self.count = 0
+        return Move(speaker="a", messages={"a": "you are a", "b": "you are b"})
+
+    def step(self, message):
+        me, other = ("a", "b") if self.count % 2 == 0 else ("b", "a")
+        self.count += 1
+        if self.count == 3:
+            return Move(speaker=other, rewards={me: 1.0, other: -1.0}, done=True)
+        said = [{"role": "user", "content": message["content"], "author": me}]
+        return Move(speaker=other, messages={other: said})
+
+
+class NoStep:
+    def reset(self, row, seed):
+        return "go"
+
+
+NoStep.step = None
+
+
+class Explodes:
+    def __init__(self):
+        raise OSError("no display")
+
+    def reset(self, row, seed):
+        return "go"
+
+    def step(self, message):
+        return Step(done=True)
