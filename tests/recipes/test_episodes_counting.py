@@ -26,6 +26,10 @@ ALGOS = {
     "grpo-batch": AlgorithmOptions(name="grpo", scale="batch"),
     "reinforce": AlgorithmOptions(name="reinforce", baseline="prompt"),
     "grpo-kl-in-reward": AlgorithmOptions(name="grpo", kl_in="reward", kl_coef=0.3, kl_kind="k1"),
+    "rloo": AlgorithmOptions(name="rloo"),
+    "opo": AlgorithmOptions(name="opo"),
+    "reinforce++": AlgorithmOptions(name="reinforce++"),
+    "reinforce++-baseline": AlgorithmOptions(name="reinforce++-baseline"),
     "ppo": AlgorithmOptions(name="ppo", critic="shared", gamma=0.97, lam=0.9, whiten_rewards=True),
 }
 
@@ -94,7 +98,7 @@ def numbers_for(roles):
 
 
 @pytest.mark.parametrize("name", ALGOS)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(episodes(), st.data())
 def test_tool_output_anywhere_changes_no_advantage(name, drawn, data):
     roles, groups, scores = drawn
@@ -122,7 +126,7 @@ def cut_up(row, at, *, again):
 
 
 @pytest.mark.parametrize("name", ALGOS)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(episodes(), st.data())
 def test_a_cut_changes_no_advantage_and_no_weight(name, drawn, data):
     roles, groups, scores = drawn
