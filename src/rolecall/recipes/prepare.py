@@ -21,7 +21,7 @@ from rolecall.maths.roles import Role, TrainRule
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.model import Against, Outputs, PolicyModel
 from rolecall.recipes.algorithms import Algorithm, Knobs
-from rolecall.recipes.experience import with_advantages
+from rolecall.recipes.experience import compared
 from rolecall.recipes.replay import start_weights
 from rolecall.train.reference import Reference
 from rolecall.train.score import score
@@ -98,12 +98,7 @@ class Preparer:
         if self.options.algorithm.bootstrap_truncated and self.module.has_values:
             knobs = replace(knobs, bootstrap=joined.last(self._values_behind(batch, cut_off)))
         algorithm = make(knobs)
-        found, width = algorithm.advantage(joined.batch(batch)), batch.ids.shape[1]
-        if isinstance(found, tuple):
-            found = (joined.split(found[0], width), joined.split(found[1], width))
-        else:
-            found = joined.split(found, width)
-        return Prepared(batch=with_advantages(batch, found), kl=kl, algorithm=algorithm)
+        return Prepared(batch=compared(batch, joined, algorithm), kl=kl, algorithm=algorithm)
 
     def score(
         self, module: torch.nn.Module, batch: Batch, wanted: Tensor, *, against: Against | None = None
