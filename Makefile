@@ -17,7 +17,7 @@ $(STAMPS)/venv:
 
 $(STAMPS)/dev: $(STAMPS)/venv pyproject.toml constraints.txt
 	$(PIP) torch
-	$(PIP) -e '.[dev,lora,tasks,plot]'
+	$(PIP) -e '.[dev,lora,tasks,marl,plot]'
 	@touch $@
 
 $(STAMPS)/mutate: $(STAMPS)/dev
@@ -61,6 +61,7 @@ bench: $(STAMPS)/dev  ## the benchmarks, each with its ratio
 	$(BIN)/python benchmarks/gae.py
 	$(BIN)/python benchmarks/logprobs.py
 	$(BIN)/python benchmarks/generate.py
+	$(BIN)/python benchmarks/marl.py
 	$(BIN)/python benchmarks/store.py
 
 results-quick: $(STAMPS)/dev  ## docs/results.md anew from one seed

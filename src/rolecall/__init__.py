@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from rolecall.jobs.eval import eval as eval
     from rolecall.jobs.expert_iteration import expert_iteration as expert_iteration
     from rolecall.jobs.generate import generate as generate
+    from rolecall.jobs.marl import marl as marl
     from rolecall.jobs.play import play as play
     from rolecall.jobs.report import report as report
     from rolecall.jobs.rescore import rescore as rescore
@@ -27,6 +28,7 @@ _JOBS = (
     "eval",
     "expert_iteration",
     "generate",
+    "marl",
     "play",
     "report",
     "rescore",

@@ -72,6 +72,7 @@ def two() -> tuple[list[Trajectory], Batch, list[RolloutDetails]]:
         verdicts=torch.tensor([[2, 1, 1], [2, 9, 0]], dtype=torch.uint8),
         old_logprobs=torch.tensor([[nan, -0.125, -2.0], [nan, -1.0, nan]]),
         scores=torch.tensor([1.0, nan]),
+        baselines=torch.tensor([0.5, nan]),
     )
     details = [
         RolloutDetails(
@@ -203,6 +204,7 @@ def test_every_field_of_the_records_has_a_column():
     assert {f.name for f in fields(Trajectory)} <= columns
     assert {f.name for f in fields(RolloutDetails)} <= columns
     renamed = {"groups": "group", "policy_versions": "policy_version", "scores": "score", "episodes": "episode"}
+    renamed["baselines"] = "baseline"
     always_fresh = {"replayed"}  # a file holds what was sampled in its step
     assert {renamed.get(f.name, f.name) for f in fields(Batch)} - always_fresh <= columns
     assert {f.name for f in fields(Sampling)} == {f.name for f in ROLLOUTS.schema.field("sampling").type}
@@ -226,6 +228,8 @@ def test_a_plain_reader_sees_lists_cut_to_length_and_null_for_nan(tmp_path):
     assert first["turns"] == [{"start": 1, "end": 3}]
     assert first["scores"] == [{"part": "right", "score": 1.0}, {"part": "judge", "score": None}]
     assert (first["score"], second["score"]) == (1.0, None)
+    assert (first["baseline"], second["baseline"]) == (0.5, None)
+    assert read_rollouts(tmp_path / "rollouts.parquet").batch.baselines.tolist()[0] == 0.5
     assert (first["sampling"]["top_k"], first["sampling"]["stop_ids"], second["sampling"]) == (5, [2], None)
     assert (second["finish"], second["author"], second["step"]) == ("length", "demonstrator", 12)
     assert second["reward_failure"] == "no answer in the box"

@@ -15,7 +15,7 @@ from rolecall.experience.joined import Joined
 from rolecall.maths.reduce import MODES, aggregate, denominator_of, position_weights, sequence_lengths
 from rolecall.maths.roles import Role, TrainRule, Verdict
 from rolecall.maths.shaping import shape_rewards
-from rolecall.recipes.algorithms import ALGORITHMS, Knobs
+from rolecall.recipes.algorithms import Knobs, algorithm_of
 from rolecall.recipes.collect import Collected
 from rolecall.rewards.records import Scored
 from rolecall.types import Finish, Trajectory
@@ -26,6 +26,10 @@ ALGOS = {
     "grpo-batch": AlgorithmOptions(name="grpo", scale="batch"),
     "reinforce": AlgorithmOptions(name="reinforce", baseline="prompt"),
     "grpo-kl-in-reward": AlgorithmOptions(name="grpo", kl_in="reward", kl_coef=0.3, kl_kind="k1"),
+    "rloo": AlgorithmOptions(name="rloo"),
+    "opo": AlgorithmOptions(name="opo"),
+    "reinforce++": AlgorithmOptions(name="reinforce++"),
+    "reinforce++-baseline": AlgorithmOptions(name="reinforce++-baseline"),
     "ppo": AlgorithmOptions(name="ppo", critic="shared", gamma=0.97, lam=0.9, whiten_rewards=True),
 }
 
@@ -73,7 +77,7 @@ def advantages_of(trajectories, scores, numbers, algorithm):
     """The advantages at eligible positions, in the order of the episodes."""
     joined, batch = with_numbers(trajectories, scores, numbers, algorithm)
     whole = joined.batch(batch)
-    made = ALGORITHMS[algorithm.name](algorithm, Knobs(kl_coef=algorithm.kl_coef)).advantage(whole)
+    made = algorithm_of(algorithm, Knobs(kl_coef=algorithm.kl_coef)).advantage(whole)
     made = made[0] if isinstance(made, tuple) else made
     made = made[:, None].expand(whole.ids.shape) if made.dim() == 1 else made
     return made[TrainRule().eligible(whole.roles)]
@@ -94,7 +98,7 @@ def numbers_for(roles):
 
 
 @pytest.mark.parametrize("name", ALGOS)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(episodes(), st.data())
 def test_tool_output_anywhere_changes_no_advantage(name, drawn, data):
     roles, groups, scores = drawn
@@ -122,7 +126,7 @@ def cut_up(row, at, *, again):
 
 
 @pytest.mark.parametrize("name", ALGOS)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(episodes(), st.data())
 def test_a_cut_changes_no_advantage_and_no_weight(name, drawn, data):
     roles, groups, scores = drawn
@@ -236,7 +240,9 @@ def test_cut_episodes_pass_every_tripwire_in_several_minibatches():
 
     found = [trajectory(row, episode=e) for row, e in zip(CUT, EPISODE, strict=True)]
     learner = learner_with(found, TOTALS, **{"algorithm.minibatches": 2, "algorithm.old_logprobs": "recompute"})
-    behaviour = learner._score(learner.module, collate(found), TrainRule().eligible(collate(found).roles)).logprobs
+    behaviour = learner.prepare.score(
+        learner.module, collate(found), TrainRule().eligible(collate(found).roles)
+    ).logprobs
     found = [
         dataclasses.replace(
             t, behaviour_logprobs=tuple(x if r in (C, S) else float("nan") for x, r in zip(row, t.roles, strict=False))

@@ -200,13 +200,13 @@ def test_a_kl_part_with_another_coefficient(monkeypatch):
 def test_old_log_probs_of_an_earlier_version():
     """Old log-probs come from a copy of the policy that stays behind."""
     learner = learner_of(dataclasses.replace(GRPO, old_logprobs="recompute"))
-    stale, whole = Reference(learner.module), learner._score
+    stale, whole = Reference(learner.module), learner.prepare.score
 
-    def score_stale(module, batch, wanted, **how):
+    def score_stale(module, batch, wanted, against=None):
         with stale.module() as frozen:
             return whole(frozen, batch, wanted, **how)
 
-    learner._score = score_stale
+    learner.prepare.score = score_stale
     trip = tripped(learner)
     assert (trip.name, trip.step) == ("ratio-at-first-step", 2)
     assert trip.finding.numbers["max |log ratio|"] > 1e-4

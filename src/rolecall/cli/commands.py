@@ -71,6 +71,13 @@ COMMANDS = (
         plan="rolecall.config.expert_iteration:plan",
     ),
     Command(
+        name="marl",
+        about="agents that learn together: IQL, VDN, QMIX, IPPO, MAPPO",
+        options="rolecall.config.marl:MARLOptions",
+        run="rolecall.cli.train:marl",
+        plan="rolecall.config.marl:plan",
+    ),
+    Command(
         name="audit",
         about="look before training: model, template, rows and reward",
         options="rolecall.config.audit:AuditOptions",

@@ -65,6 +65,13 @@ def best_of_n(options: Any) -> int:
     return _finish(done, "best-of-n", quiet=options.quiet)
 
 
+def marl(options: Any) -> int:
+    """Run `rolecall marl`."""
+    from rolecall.jobs.marl import run
+
+    return _finish(run(options, progress=display(quiet=options.quiet)), "marl", quiet=options.quiet)
+
+
 def display(*, quiet: bool) -> Progress:
     """Bars on a terminal, plain lines elsewhere, nothing if quiet; warnings are shown either way."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)

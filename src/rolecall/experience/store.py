@@ -90,6 +90,7 @@ ROLLOUTS = Format(
             pa.field("answer_text", pa.string(), nullable=False),
             pa.field("total", pa.float64()),
             pa.field("score", pa.float64()),
+            pa.field("baseline", pa.float64()),
             pa.field("scores", _PARTS, nullable=False),
             pa.field("reward_failure", pa.string()),
             pa.field("finish", pa.string(), nullable=False),
@@ -190,6 +191,7 @@ def write_rollouts(
     columns |= {name: rows.column(ROLLOUTS.schema.field(name).type) for name, rows in tokens.items()}
     columns["step"] = [step] * len(trajectories)
     columns["score"] = _nullable(batch.scores, len(batch))
+    columns["baseline"] = _nullable(batch.baselines, len(batch))
     columns["verdicts"] = _cut(batch.verdicts, lengths, torch.uint8).column(CODES)
     for name in _COMPUTED:
         columns[name] = _cut(getattr(batch, name), lengths, torch.float32).column(FLOATS)
@@ -218,6 +220,8 @@ def read_rollouts(path: Path) -> Rollouts:
     if "score_dtype" in facts:
         dtype = getattr(torch, facts["score_dtype"])
         tensors["scores"] = torch.from_numpy(table["score"].to_numpy().copy()).to(dtype)
+        if table["baseline"].null_count < len(table):
+            tensors["baselines"] = torch.from_numpy(table["baseline"].to_numpy().copy()).to(dtype)
     batch = Batch(
         ids=tensors.pop("ids").long(),
         groups=torch.from_numpy(table["group"].to_numpy().copy()),

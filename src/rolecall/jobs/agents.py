@@ -90,6 +90,16 @@ def check_episodes(options: RLOptions) -> None:
         raise UserError(
             "algorithm.overlong_buffer is about the length of one answer; for episodes use agent.max_tokens"
         )
+    if options.algorithm.resample or options.algorithm.name == "remax":
+        raise UserError(
+            "algorithm.resample and remax ask for further answers to a prompt, which episodes do not offer: leave resample "
+            "out, or use another algorithm"
+        )
+    if options.replay.on and (options.replay.normalise == "joint" or options.replay.answers is not None):
+        raise UserError(
+            "replay.normalise joint and replay.answers are about single answers; episodes are replayed whole, and compared "
+            "among themselves: leave both out"
+        )
 
 
 def env_label(env: EnvSource) -> str:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rolecall.experience.joined import Joined
 from rolecall.experience.replay import StoredGroup
 from rolecall.recipes.algorithms import Algorithm
 from rolecall.rewards.records import Scored
@@ -110,9 +111,17 @@ class Watch(Protocol):
         ...
 
 
-def with_advantages(batch: Batch, made: Tensor | tuple[Tensor, Tensor]) -> Batch:
-    """Write advantages (one per sequence are spread over its positions) and, with a critic, returns into the batch."""
+def compared(batch: Batch, joined: Joined, algorithm: Algorithm) -> Batch:
+    """The batch with the advantages that the algorithm gives its sequences and, with a critic, returns.
+
+    One advantage per sequence is spread over its trained positions.
+    """
+    made = algorithm.advantage(joined.batch(batch))
     advantages, returns = made if isinstance(made, tuple) else (made, None)
+    width = batch.ids.shape[1]
+    advantages = joined.split(advantages, width)
     if advantages.dim() == 1:
         advantages = torch.where(trained(batch), advantages[:, None], 0)
-    return dataclasses.replace(batch, advantages=advantages, returns=returns)
+    return dataclasses.replace(
+        batch, advantages=advantages, returns=None if returns is None else joined.split(returns, width)
+    )

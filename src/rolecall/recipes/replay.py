@@ -15,12 +15,13 @@ from torch import Tensor
 
 from rolecall.config.experience import ReplayOptions
 from rolecall.config.rl import RLOptions
+from rolecall.experience.joined import Joined
 from rolecall.experience.replay import Drawn, Limits, ReplayBuffer, StoredGroup
 from rolecall.maths import losses
 from rolecall.maths.roles import Role, Verdict
 from rolecall.policy.model import Outputs
 from rolecall.recipes.algorithms import need, weighted
-from rolecall.recipes.experience import MiniStep, Replayed, Rollout, with_advantages
+from rolecall.recipes.experience import MiniStep, Replayed, Rollout, compared
 from rolecall.train.metrics import Meter
 from rolecall.train.step import Loss, Term, trained
 from rolecall.types import Batch, Trajectory
@@ -77,7 +78,7 @@ class Replay:
             if o.mode != "observe":
                 joined = join(rollout.batch, batch)
                 if o.normalise == "joint":
-                    joined = with_advantages(joined, rollout.algorithm.advantage(joined))
+                    joined = compared(joined, _sequences(rollout, drawn.groups, joined), rollout.algorithm)
                     rollout = dataclasses.replace(rollout, batch=_fresh_part(rollout.batch, joined))
                 if not self._own_loss:
                     algorithm = dataclasses.replace(rollout.algorithm, loss=with_replay(rollout.algorithm.loss, o))
@@ -278,6 +279,20 @@ def _filled(name: str, tensor: Tensor | None, rows: int, time: int, *, like: Ten
     if tensor.dim() == 1:
         return tensor
     return torch.nn.functional.pad(tensor, (0, time - tensor.shape[1]), value=fill)
+
+
+def _sequences(rollout: Rollout, groups: Sequence[StoredGroup], joined: Batch) -> Joined:
+    """Which rows of the joined batch are one sequence, under its group numbers; no episode of one group is another's."""
+    rows = [
+        *rollout.trajectories,
+        *(
+            dataclasses.replace(t, episode=t.episode + (i + 1) * 2**32)
+            for i, group in enumerate(groups)
+            for t in group.trajectories
+        ),
+    ]
+    named = zip(rows, joined.groups.tolist(), strict=True)
+    return Joined([dataclasses.replace(t, group=number) for t, number in named])
 
 
 def _fresh_part(fresh: Batch, joined: Batch) -> Batch:

@@ -6,7 +6,6 @@ is optimised from an `Algorithm`. The learner holds all state of a run, so that 
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -14,31 +13,28 @@ import torch
 from torch import Tensor
 
 from rolecall.config.rl import RLOptions
-from rolecall.experience.batches import collate, lengths_of, runs_in
 from rolecall.experience.joined import Joined
-from rolecall.maths import shaping
-from rolecall.maths.advantages import EMABaseline, flat_groups
+from rolecall.maths.advantages import EMABaseline
 from rolecall.maths.entropy import EntropyTarget, FixedEntropy
-from rolecall.maths.kl import AdaptiveKL, FixedKL, kl_estimate
-from rolecall.maths.roles import Role, TrainRule
+from rolecall.maths.kl import AdaptiveKL, FixedKL
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter, merged
-from rolecall.policy.model import Against, Outputs, PolicyModel
+from rolecall.policy.model import PolicyModel
 from rolecall.recipes.algorithms import Algorithm, Knobs, algorithm_of
 from rolecall.recipes.collect import Answers, Collector
-from rolecall.recipes.experience import MiniStep, Rollout, Watch, with_advantages
+from rolecall.recipes.experience import MiniStep, Rollout, Watch
 from rolecall.recipes.measure import finish, in_words, measure_drawn, measure_rollout, measure_update
-from rolecall.recipes.replay import Replay, finish_replay, measure_replay, start_weights
+from rolecall.recipes.prepare import Preparer, Source
+from rolecall.recipes.replay import Replay, finish_replay, measure_replay
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
 from rolecall.train.metrics import Meter
 from rolecall.train.optim import lr_factor, set_lr
 from rolecall.train.reference import Reference
-from rolecall.train.score import score
 from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
-from rolecall.types import Batch, Finish, Trajectory
+from rolecall.types import Batch, Trajectory
 
 
 class RLLearner:
@@ -73,10 +69,11 @@ class RLLearner:
                 "raise prompts or use fewer processes"
             )
         o = options.algorithm
-        self.rule = TrainRule(stop=o.train_stop)
         self.sampling = options.sampling
-        encode = policy.tokenizer
-        self.blackout = [tuple(encode(text, add_special_tokens=False)["input_ids"]) for text in options.blackout]
+        self.prepare = Preparer(
+            options, policy=policy, module=module, updater=updater, reference=reference, timer=self.timer
+        )
+        self.rule = self.prepare.rule
         self.collector = collector or self._answers(rows)
         self.kl: FixedKL | AdaptiveKL = FixedKL(coef=o.kl_coef)
         if o.kl_target is not None:
@@ -122,21 +119,25 @@ class RLLearner:
     def collect(self, step: int) -> Rollout:
         """Sample and score the next answers, and make them a batch that is ready to train."""
         found = self.collector.collect(step)
+        old = self.options.old_source
+        source = Source(old_logprobs=old, recorded=old == "behaviour" or not self.options.sampled_now)
         with self.timer.phase("score"):
             totals = [s.total for s in found.scored]
-            batch, kl, algorithm = self._prepare(found.trajectories, totals, baselines=found.baselines)
+            ready = self.prepare(
+                found.trajectories, totals, source, self._knobs(), self._algorithm, baselines=found.baselines
+            )
         rollout = Rollout(
             step=step,
             trajectories=found.trajectories,
             prompts=found.prompts,
             answers=found.answers,
             scored=found.scored,
-            batch=batch,
-            kl=kl,
+            batch=ready.batch,
+            kl=ready.kl,
             kl_coef=self.kl.coef,
             rows=found.rows,
             seed=found.seed,
-            algorithm=algorithm,
+            algorithm=ready.algorithm,
         )
         if self.replay is not None:
             with self.timer.phase("replay"):
@@ -150,121 +151,23 @@ class RLLearner:
         return rollout
 
     def _prepare_replayed(self, trajectories: Sequence[Trajectory], totals: Sequence[float | None]) -> Batch:
-        """The same for answers of earlier steps. There is no KL to the reference: they are not samples of the policy."""
         o = self.options.replay
         needed = o.decoupled or o.weights != "none" or o.mode == "observe"
-        return self._prepare(trajectories, totals, old_source="recompute" if needed else "behaviour", fresh=False)[0]
+        source = Source(old_logprobs="recompute" if needed else "behaviour", fresh=False, recorded=True)
+        return self.prepare(trajectories, totals, source, self._knobs(), self._algorithm).batch
 
-    def _prepare(
-        self,
-        trajectories: Sequence[Trajectory],
-        totals: Sequence[float | None],
-        *,
-        baselines: Sequence[float | None] | None = None,
-        old_source: str | None = None,
-        fresh: bool = True,
-    ) -> tuple[Batch, Tensor | None, Algorithm]:
-        """Scores -> verdicts -> log-probs and values -> rewards -> advantages."""
-        o, old_source = self.options.algorithm, old_source or self.options.old_source
-        batch, joined = collate(trajectories), Joined(trajectories)
-        if joined.cut:
-            batch = dataclasses.replace(batch, episodes=joined.names)
-        finish = [t.finish for t in trajectories]
-        cut_off = torch.tensor([f.truncated for f in finish])
-        aborted = torch.tensor([f is Finish.ABORT for f in finish])
-        ended = torch.tensor([f in (Finish.STOP, Finish.ENVIRONMENT) for f in finish])
-        scores = self._shaped_scores(batch, totals, stopped=ended)
-        scores = torch.where(aborted, torch.nan, scores)
-        if baselines is not None:  # without its baseline an answer has nothing to be compared with
-            batch = dataclasses.replace(batch, baselines=_or_nan(baselines))
-            scores = torch.where(_or_nan(baselines).isnan(), torch.nan, scores)
-        include = ~scores.isnan()
-        eligible = self.rule.eligible(batch.roles)
-        unknown = torch.zeros_like(eligible)
-        if not self.options.sampled_now or not fresh or old_source == "behaviour":
-            # The ratio is to what was recorded: where that is missing or not finite there is none.
-            batch, unknown = _recorded(batch, eligible)
-        drop_flat = o.drop_flat or (fresh and self.options.replay.replace_flat)
-        flat = None
-        if drop_flat:
-            flat = flat_groups(joined.first(scores), joined.groups, include=joined.first(include))
-        verdicts = self.rule.verdicts(
-            batch.roles,
-            bad_record=aborted[:, None] | unknown,
-            reward_failed=~include,
-            blackout=runs_in(batch, self.blackout) if self.blackout else None,
-            truncated=cut_off if o.drop_truncated else None,
-            flat_group=None if flat is None else joined.split(flat, 0),
-        )
-        batch = dataclasses.replace(batch, scores=scores, verdicts=verdicts)
-
-        if old_source == "behaviour":
-            batch = dataclasses.replace(batch, old_logprobs=batch.behaviour_logprobs)
-        against, exact = self._against if fresh else None, None
-        if old_source == "recompute" or self.module.has_values or against is not None:
-            old = self._score(self.updater.module, batch, eligible, against=against)
-            batch, exact = dataclasses.replace(batch, values=old.values), old.kl
-            if old_source == "recompute":
-                batch = dataclasses.replace(batch, old_logprobs=old.logprobs)
-        if not self.options.sampled_now and self.options.replay.weights != "none":
-            weights = start_weights(self.options.replay, batch, inside_only=False)
-            batch = dataclasses.replace(batch, weights=weights)
-        kl = None
-        if self.reference is not None and fresh:
-            with self.reference.module() as frozen:
-                batch = dataclasses.replace(batch, ref_logprobs=self._score(frozen, batch, eligible).logprobs)
-            now = batch.old_logprobs if batch.old_logprobs is not None else batch.behaviour_logprobs
-            assert now is not None
-            assert batch.ref_logprobs is not None
-            known = eligible & ~unknown
-            if exact is not None:
-                kl = torch.where(known, exact, 0)
-            else:
-                kl = kl_estimate(now, batch.ref_logprobs, known, kind=o.kl_kind)
-        in_reward = kl if o.kl_in == "reward" else None
-        rewards = shaping.shape_rewards(
-            joined.first(torch.where(include, scores, 0)),
-            None if in_reward is None else joined.join(in_reward),
-            joined.join(eligible),
-            kl_coef=self.kl.coef,
-        )
-        batch = dataclasses.replace(batch, rewards=joined.split(rewards, batch.ids.shape[1]))
-
-        bootstrap = None
-        if o.bootstrap_truncated and self.module.has_values:
-            bootstrap = joined.last(self._values_behind(batch, cut_off))
-        knobs = Knobs(
+    def _knobs(self) -> Knobs:
+        return Knobs(
             kl_coef=self.kl.coef,
             entropy_coef=self.entropy.coef,
             baseline=self.baseline.value,
             max_new_tokens=self.options.sampling.max_new_tokens,
-            bootstrap=bootstrap,
             all_sum=self.updater.all_sum,
         )
-        made = algorithm_of(o, knobs)
-        algorithm = Algorithm(advantage=self._own_advantage or made.advantage, loss=self._own_loss or made.loss)
-        found = algorithm.advantage(joined.batch(batch))
-        width = batch.ids.shape[1]
-        if isinstance(found, tuple):
-            found = (joined.split(found[0], width), joined.split(found[1], width))
-        else:
-            found = joined.split(found, width)
-        return with_advantages(batch, found), kl, algorithm
 
-    def _shaped_scores(self, batch: Batch, totals: Sequence[float | None], *, stopped: Tensor) -> Tensor:
-        """[batch] scores with the recipe's clipping and penalties; NaN where the reward failed."""
-        o = self.options.algorithm
-        scores = _or_nan(totals)
-        if o.score_clip is not None:
-            scores = shaping.clip_scores(scores, limit=o.score_clip)
-        if o.missing_stop_penalty:
-            scores = shaping.missing_stop_penalty(scores, stopped, penalty=o.missing_stop_penalty)
-        if o.overlong_buffer is not None:
-            lengths = ((batch.roles == Role.CONTENT) | (batch.roles == Role.STOP)).sum(dim=1)
-            limit = self.options.sampling.max_new_tokens
-            buffer = ceil(o.overlong_buffer * limit) if o.overlong_buffer < 1 else int(o.overlong_buffer)
-            scores = scores + shaping.overlong_penalty(lengths, max_length=limit, buffer=buffer)
-        return scores
+    def _algorithm(self, knobs: Knobs) -> Algorithm:
+        made = algorithm_of(self.options.algorithm, knobs)
+        return Algorithm(advantage=self._own_advantage or made.advantage, loss=self._own_loss or made.loss)
 
     # -- updating ------------------------------------------------------------------------------------------------
 
@@ -281,7 +184,7 @@ class RLLearner:
                     rollout.algorithm.loss,
                     temperature=self.sampling.scoring_temperature,
                     record=True,
-                    against=self._against if o.kl_in == "loss" else None,
+                    against=self.prepare.against if o.kl_in == "loss" else None,
                 )
                 steps.append(MiniStep(epoch=epoch, minibatch=i, rows=rows, batch=part, result=result))
         with self.timer.phase("sync"):
@@ -387,56 +290,8 @@ class RLLearner:
             self.replay.load_state_dict(state.get("replay"))
         self.engine.load(engine_weights(self.policy), state["policy_version"])
 
-    # -- pieces --------------------------------------------------------------------------------------------------
-
-    @property
-    def _against(self) -> Against | None:
-        """What the exact KL is measured to."""
-        if self.reference is None or self.options.algorithm.kl_kind != "exact":
-            return None
-        return self.reference.read
-
-    def _score(
-        self, module: torch.nn.Module, batch: Batch, wanted: Tensor, *, against: Against | None = None
-    ) -> Outputs:
-        return score(
-            module,
-            batch,
-            wanted,
-            temperature=self.sampling.scoring_temperature,
-            token_budget=self.options.optim.token_budget,
-            device=self.updater.accelerator.device,
-            against=against,
-            timer=self.timer,
-        )
-
-    def _values_behind(self, batch: Batch, cut_off: Tensor) -> Tensor:
-        """[batch] the critic's value behind the last token of answers that were cut off, else 0."""
-        ends = lengths_of(batch)
-        longer = Batch(
-            ids=torch.nn.functional.pad(batch.ids, (0, 1)),
-            roles=torch.nn.functional.pad(batch.roles, (0, 1)).scatter(1, ends[:, None], int(Role.CONTENT)),
-            groups=batch.groups,
-        )
-        wanted = torch.zeros_like(longer.roles, dtype=torch.bool).scatter(1, ends[:, None], True) & cut_off[:, None]
-        values = self._score(self.updater.module, longer, wanted).values
-        assert values is not None
-        return values.sum(dim=1)
-
 
 def engine_weights(policy: LoadedModel) -> dict[str, Tensor]:
     """The weights an engine samples from, by their Hugging Face names; an adapter is merged into a copy."""
     plain = merged(policy) if has_adapter(policy) else policy
     return {name: parameter.detach() for name, parameter in plain.model.named_parameters()}
-
-
-def _or_nan(scores: Sequence[float | None]) -> Tensor:
-    return torch.tensor([float("nan") if score is None else score for score in scores])
-
-
-def _recorded(batch: Batch, eligible: Tensor) -> tuple[Batch, Tensor]:
-    """The batch with behaviour log-probs in it, and where they are missing or not finite."""
-    held = batch.behaviour_logprobs
-    if held is None:
-        held = torch.full(batch.ids.shape, torch.nan)
-    return dataclasses.replace(batch, behaviour_logprobs=held), eligible & ~held.isfinite()

@@ -1,0 +1,280 @@
+"""What agents learn, over five seeds: writes docs/results-marl.md from the runs themselves.
+
+    python benchmarks/results_marl.py            all tasks; a run that is done is not run again, a broken one goes on
+    python benchmarks/results_marl.py --quick    one seed
+    python benchmarks/results_marl.py --page     only write the page from what is there
+    python benchmarks/results_marl.py --only climbing
+
+One process, one thread. Seeds go round: every task gets its first seed before any gets its second. The return of a run is
+that of fresh episodes played by the final agents, with seeds that no training or evaluation used. Needs rolecall[marl],
+and rolecall[plot] for the curves.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rolecall
+from rolecall.marl.acting import Actor
+from rolecall.marl.envs import open_envs
+from rolecall.marl.nets import load_agents
+from rolecall.marl.runner import Runner
+
+SEEDS = 5
+FRESH = 256
+"""Episodes the final agents are judged by."""
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "results-marl.md"
+CURVES = ROOT / "docs" / "marl-speaker-listener.svg"
+ALGOS = ("iql", "vdn", "qmix", "ippo", "mappo")
+Q, PPO = ("iql", "vdn", "qmix"), ("ippo", "mappo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """An environment, who plays it, and how long."""
+
+    title: str
+    env: str
+    algos: tuple[str, ...]
+    settings: dict[str, Any]
+    goal: float | None
+    """The return that counts as solved."""
+    best: str
+    """What there is to get."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """Settings in which the algorithms differ, by "q" or "ppo"."""
+
+    def command(self, algo: str, seed: int | str) -> str:
+        """The same on the command line."""
+        flags = "".join(f" --{k.replace('_', '-')}" + ("" if v is True else f" {v}") for k, v in self.of(algo).items())
+        return f"rolecall marl --env {self.env} --algo {algo} --seed {seed}{flags}"
+
+    def of(self, algo: str) -> dict[str, Any]:
+        return {**self.settings, **self.more.get("ppo" if algo in PPO else "q", {})}
+
+
+SOLVE = {"eval.every": 25, "eval.episodes": 128, "eval.stop_at": 0.99}
+LARGE = {"agent.hidden": 128, "optim.lr": 1e-3, "ppo.minibatches": 2}
+"""Wider networks leave fewer boards on which agents stand in each other's way."""
+SMALL = {"q.buffer": 1000, "q.updates": 8, "q.epsilon_steps": 50_000}
+"""Q-learning of a matrix game needs less of everything."""
+TASKS = (
+    Task(
+        title="Climbing",
+        env="climbing",
+        algos=ALGOS,
+        settings={"eval.every": 50},
+        more={"ppo": {"steps": 120}, "q": {"steps": 300, **SMALL}},
+        goal=175,
+        best="275 together, 175 without luck, 125 is the safe trap",
+    ),
+    *(
+        Task(
+            title=f"Penalty, k = {k}",
+            env=f"penalty:{k}",
+            algos=ALGOS,
+            settings={"eval.every": 50, "steps": 120},
+            more={"q": SMALL},
+            goal=250 if k == 0 else 50,
+            best="250" if k == 0 else "250 for the two risky agreements, 50 for the safe one",
+        )
+        for k in (0, -25, -50, -75, -100)
+    ),
+    Task(
+        title="LBF 8x8-2p-2f-coop",
+        env="lbf:8x8-2p-2f-coop",
+        algos=("mappo", "ippo", "vdn", "qmix"),
+        settings=SOLVE,
+        more={"ppo": {"steps": 500, **LARGE}, "q": {"steps": 1200}},
+        goal=0.95,
+        best="1",
+    ),
+    Task(
+        title="LBF 8x8-2p-2f-2s-coop",
+        env="lbf:8x8-2p-2f-2s-coop",
+        algos=("mappo", "ippo"),
+        settings={**SOLVE, "agent.recurrent": True, "steps": 800},
+        goal=0.95,
+        best="1; agents see two cells far",
+    ),
+    Task(
+        title="MPE speaker-listener",
+        env="mpe:speaker-listener",
+        algos=("mappo", "ippo", "vdn", "qmix"),
+        settings={"steps": 250, "eval.every": 25, "eval.episodes": 64},
+        goal=None,
+        best="0, never reached: the listener has a way to go",
+    ),
+)
+
+
+def place(runs: Path, task: Task, algo: str, seed: int) -> Path:
+    return runs / f"{task.env.replace(':', '-')}-{algo}-{seed}"
+
+
+def played(task: Task, algo: str, seed: int, out: Path) -> None:
+    """One run, or the rest of one, and its summary in `result.json`."""
+    done = out / "result.json"
+    if done.is_file():
+        return
+    resume = (out / "config.json").is_file()
+    spent = (
+        json.loads((out / "spent.json").read_text()) if (out / "spent.json").is_file() else {"cpu": 0.0, "wall": 0.0}
+    )
+    cpu, wall = time.process_time(), time.perf_counter()
+    settings = (
+        {"out": str(out), "resume": True} if resume else {"env": task.env, "algo": algo, "seed": seed, "out": str(out)}
+    )
+    try:
+        run = rolecall.marl(**settings, **({} if resume else task.of(algo)), quiet=True)
+    finally:
+        if out.is_dir():
+            spent = {
+                "cpu": spent["cpu"] + time.process_time() - cpu,
+                "wall": spent["wall"] + time.perf_counter() - wall,
+            }
+            (out / "spent.json").write_text(json.dumps(spent))
+    if run.outcome.exit_code != 0:
+        raise SystemExit(int(run.outcome.exit_code))
+    last = next(line for line in reversed(run.metrics) if "env_steps" in line)
+    result = {
+        "return": fresh(task, algo, out, seed),
+        "env_steps": last["env_steps"],
+        "step": last["step"],
+        **spent,
+        "torch": torch.__version__,
+    }
+    done.write_text(json.dumps(result))
+    print(f"{task.title}, {algo}, seed {seed}: {result['return']:.3f} in {spent['cpu']:.0f} s CPU", flush=True)
+
+
+def fresh(task: Task, algo: str, out: Path, seed: int) -> float:
+    """Mean return of fresh episodes."""
+    agents, _ = load_agents(out / "model")
+    envs = open_envs(task.env, FRESH)
+    how = "sample" if algo in PPO else "greedy"
+    found = Runner(envs, rewards="team", seed=10_000 + seed).run(Actor(agents, how=how), phase=9, step=0)
+    envs.close()
+    return float(found.episodes.returns().mean())
+
+
+def results(runs: Path, task: Task, algo: str) -> dict[int, dict[str, Any]]:
+    found = {}
+    for seed in range(SEEDS):
+        path = place(runs, task, algo, seed) / "result.json"
+        if path.is_file():
+            found[seed] = json.loads(path.read_text())
+    return found
+
+
+def table(runs: Path, task: Task) -> list[str]:
+    lines = [
+        "| algorithm | seeds | return of each | mean | reached | environment steps | CPU s | wall s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for algo in task.algos:
+        found = results(runs, task, algo)
+        if not found:
+            lines.append(f"| {algo} | 0 | not run yet | | | | | |")
+            continue
+        returns = [r["return"] for r in found.values()]
+        digits = 3 if abs(max(returns, key=abs)) < 10 else 1
+        reached = "" if task.goal is None else f"{sum(r >= task.goal - 1e-6 for r in returns)} of {len(returns)}"
+
+        def middle(key: str, found: dict[int, dict[str, Any]] = found) -> str:
+            numbers = [r[key] for r in found.values()]
+            return f"{statistics.median(numbers):,.0f} (to {max(numbers):,.0f})"
+
+        lines.append(
+            f"| {algo} | {len(found)} | {', '.join(f'{r:.{digits}f}' for r in returns)} | {statistics.mean(returns):.{digits}f} "
+            f"| {reached} | {middle('env_steps')} | {middle('cpu')} | {middle('wall')} |"
+        )
+    return lines
+
+
+def curves(runs: Path, task: Task) -> bool:
+    """Evaluation returns against environment steps: the mean over seeds, and their range."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    if not any(results(runs, task, algo) for algo in task.algos):
+        return False
+    figure, axes = plt.subplots(figsize=(6.4, 3.6))
+    for algo in task.algos:
+        series = []
+        for seed in results(runs, task, algo):
+            path = place(runs, task, algo, seed) / "metrics.jsonl"
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            series.append({line["step"]: line["eval_return"] for line in lines if "eval_return" in line})
+        if not series:
+            continue
+        steps = sorted(set.intersection(*(set(s) for s in series)))
+        at = [step * 32 * 25 for step in steps]  # every episode has 25 steps
+        columns = [[s[step] for s in series] for step in steps]
+        (line,) = axes.plot(at, [statistics.mean(c) for c in columns], label=f"{algo} ({len(series)})")
+        axes.fill_between(at, [min(c) for c in columns], [max(c) for c in columns], alpha=0.15, color=line.get_color())
+    axes.set_xlabel("environment steps")
+    axes.set_ylabel("return of evaluation episodes")
+    axes.legend(frameon=False, title="algorithm (seeds)")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(CURVES, metadata={"Date": None})
+    plt.close(figure)
+    return True
+
+
+def page(runs: Path) -> None:
+    """The results page from the runs that are there."""
+    count = sum(len(results(runs, task, algo)) for task in TASKS for algo in task.algos)
+    whole = SEEDS * sum(len(task.algos) for task in TASKS)
+    text = [
+        "# What agents learn",
+        "",
+        f"Written by `python benchmarks/results_marl.py` from {count} of {whole} runs (five seeds each, one process, one",
+        "thread). The return of a run is the mean over 256 fresh episodes of the final agents, with seeds that neither",
+        "training nor evaluation used; PPO draws its actions, Q-learners take the best. *Reached* counts the seeds that got",
+        "the goal. Times are medians, the largest behind them; the machine was shared with other work, so CPU seconds say",
+        "more than the wall's clock. Settings were chosen on the first seeds of these tasks.",
+        "",
+    ]
+    for task in TASKS:
+        goal = "" if task.goal is None else f" The goal is {task.goal:g}."
+        text += [f"## {task.title}", "", f"To be had: {task.best}.{goal}", "", *table(runs, task), ""]
+        if task.env.startswith("mpe") and curves(runs, task):
+            text += ["Mean over seeds, and the range:", "", f"![Returns by environment steps]({CURVES.name})", ""]
+        kinds = [next((a for a in task.algos if a in kind), None) for kind in (PPO, Q)]
+        commands = [task.command(algo, 0) for algo in kinds if algo]
+        text += ["```bash", *commands, "```", ""]
+    PAGE.write_text("\n".join(text))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=Path("runs/results-marl"))
+    parser.add_argument("--quick", action="store_true", help="one seed")
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    parser.add_argument("--only", default="", help="tasks whose environment contains this")
+    parser.add_argument("--algos", nargs="+", default=ALGOS, choices=ALGOS)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if not given.page:
+        given.runs.mkdir(parents=True, exist_ok=True)
+        for seed in range(1 if given.quick else SEEDS):
+            for task in TASKS:
+                for algo in [a for a in task.algos if a in given.algos and given.only in task.env]:
+                    played(task, algo, seed, place(given.runs, task, algo, seed))
+                    page(given.runs)
+    page(given.runs)
+
+
+if __name__ == "__main__":
+    main()

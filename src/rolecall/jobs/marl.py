@@ -1,0 +1,130 @@
+"""`rolecall marl`: agents that learn together."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from rolecall.config.marl import MARLOptions
+from rolecall.config.merge import resolve
+from rolecall.config.resume import saved_settings
+from rolecall.errors import UserError
+from rolecall.jobs.running import Built, Run, execute, loop_options
+from rolecall.marl.envs import open_envs
+from rolecall.marl.nets import save_agents
+from rolecall.marl.ppo import ActorCritic
+from rolecall.recipes.marl import PPOLearner, QLearner, networks
+from rolecall.recipes.marl_records import EpisodeRecords
+from rolecall.train.manifest import RefusedCheckpointError
+from rolecall.train.optim import make_optimizer
+from rolecall.train.persist import NotFinite
+from rolecall.train.progress import Progress
+from rolecall.train.state import first_non_finite, read_state, write_state
+from rolecall.train.step import Updater
+from rolecall.train.timing import Timer
+
+_STATE = "trainer"
+
+
+def marl(*, preset: str | None = None, progress: Progress | None = None, **settings: Any) -> Run:
+    """Train agents: `marl(env="lbf:8x8-2p-2f-coop", algo="mappo", steps=300)`.
+
+    Settings are those of `rolecall marl`, nested or dotted.
+    """
+    presets = MARLOptions.presets
+    if preset is not None and preset not in presets:
+        raise UserError(f"there is no preset {preset!r}; there are {', '.join(presets)}")
+    saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
+    layers = [("config.json", saved), ("the preset", presets.get(preset or "", {})), ("the call", settings)]
+    return run(resolve(MARLOptions, layers).options, progress=progress)
+
+
+def run(options: MARLOptions, *, progress: Progress | None = None) -> Run:
+    """Run from options."""
+    return execute("marl", options, _build, progress=progress)
+
+
+def _build(options: MARLOptions, accelerator: Accelerator, timer: Timer, stack: ExitStack) -> Built:
+    if accelerator.num_processes > 1:
+        raise UserError("marl trains in one process; `workers` spreads the environments over several")
+
+    def opened(count: int) -> Any:
+        envs = open_envs(options.env, count, limit=options.limit, workers=options.workers, deadline=options.deadline)
+        stack.callback(envs.close)
+        return envs
+
+    envs = opened(options.episodes)
+    trials = opened(options.eval.episodes) if options.eval.every else None
+    module = networks(options, envs.spec)
+    optimizer = make_optimizer(module, options.optim)
+    updater = Updater(
+        accelerator,
+        module,
+        optimizer,
+        token_budget=options.optim.token_budget,
+        max_grad_norm=options.optim.max_grad_norm,
+    )
+    records = EpisodeRecords(options, envs.spec)
+    parts: dict[str, Any] = {"updater": updater, "envs": envs, "watch": records}
+    learner: PPOLearner | QLearner
+    if isinstance(module, ActorCritic):
+        learner = PPOLearner(options, module=module, **parts)
+    else:
+        learner = QLearner(options, module=module, **parts)
+
+    def write(directory: Path, extra: dict[str, Any]) -> None:
+        bad = first_non_finite(dict(module.named_parameters()))
+        if bad is not None:
+            raise NotFinite(f"{bad} is not finite: this checkpoint was not written, the last one is good")
+        state = {"module": dict(module.state_dict()), "optimizer": optimizer.state_dict()}
+        write_state(directory, _STATE, {**state, "learner": learner.state_dict(), "extra": extra})
+
+    def read(directory: Path) -> dict[str, Any]:
+        state = read_state(directory, _STATE)
+        _load(module, state["module"], directory)
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        optimizer.load_state_dict(state["optimizer"])
+        for group, own in zip(optimizer.param_groups, settings, strict=True):
+            group.update(own)  # a resumed run may have other settings
+        try:
+            learner.load_state_dict(state["learner"])
+        except (KeyError, ValueError) as error:
+            raise RefusedCheckpointError(f"the checkpoint {directory} is of another run: {error}") from error
+        extra: dict[str, Any] = state["extra"]
+        return extra
+
+    def save_model(directory: Path) -> None:
+        about = {"env": options.env, "algo": options.algo, "agents": list(envs.spec.agents)}
+        save_agents(module.agents, directory, about)
+
+    def watch_run(run: Any) -> None:
+        records.run = run
+
+    def evaluate(step: int) -> dict[str, float]:
+        assert trials is not None
+        return learner.evaluate(trials)
+
+    return Built(
+        learner=learner,
+        loop=loop_options(options, main="return"),
+        write=write,
+        read=read,
+        save_model=save_model,
+        is_finite=lambda: first_non_finite(dict(module.named_parameters())) is None,
+        evaluate=evaluate if trials is not None else None,
+        watch_run=watch_run,
+    )
+
+
+def _load(module: torch.nn.Module, saved: dict[str, torch.Tensor], directory: Path) -> None:
+    """Put weights back, or say which one does not fit."""
+    own = module.state_dict()
+    for name in [*own, *(n for n in saved if n not in own)]:
+        there, here = (str(tuple(w[name].shape)) if name in w else "absent" for w in (saved, own))
+        if there != here:
+            raise RefusedCheckpointError(
+                f"the checkpoint {directory} is of other networks: {name} is {there} there and {here} here"
+            )
+    module.load_state_dict(saved)

@@ -1,0 +1,187 @@
+"""IPPO and MAPPO: PPO for each agent, with a critic of its own observation or of the whole state.
+
+Each agent's steps are a row [time] of `maths.returns.gae` and `maths.losses.ppo_clip`: the same functions that train
+language models. A row's positions are the steps at which the agent chose.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from rolecall.marl.episodes import EpisodeBatch
+from rolecall.marl.moments import RunningMoments
+from rolecall.marl.nets import Agents, Critic
+from rolecall.marl.scoring import action_scores, agent_inputs, available
+from rolecall.maths.losses import entropy, ppo_clip, value_clip
+from rolecall.maths.reduce import aggregate, masked_mean, masked_whiten
+from rolecall.maths.returns import gae
+
+View = Literal["own", "state"]
+
+
+class ActorCritic(nn.Module):
+    """The agents, and the critic that says what to expect from here."""
+
+    def __init__(self, agents: Agents, critic: Critic, *, view: View) -> None:
+        super().__init__()
+        self.agents, self.critic, self.view = agents, critic, view
+
+    def critic_inputs(self, batch: EpisodeBatch) -> Tensor:
+        """[batch, time, agent, inputs]: the agent's observation or the state, and which agent it is about."""
+        count = self.agents.shape.agents
+        seen = batch.obs if self.view == "own" else batch.state[:, :, None].expand(-1, -1, count, -1)
+        return torch.cat([seen, self.agents.ids.expand(*seen.shape[:3], -1)], -1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steps:
+    """What PPO learns from: agents' steps as rows [batch x agent, time], or, for networks without memory, [steps, 1].
+
+    `inputs` are those of the agents' networks for steps, None for rows, whose episodes `batch` holds.
+    """
+
+    batch: EpisodeBatch | None
+    inputs: Tensor | None
+    seen: Tensor
+    """What the critic sees."""
+    agent: Tensor
+    """Whose step it is; only for steps."""
+    actions: Tensor
+    avail: Tensor
+    mask: Tensor
+    old_logprobs: Tensor
+    old_values: Tensor
+    """On the critic's own scale."""
+    advantages: Tensor
+    """Whitened over the steps that count."""
+    returns: Tensor
+    """On the critic's own scale."""
+
+    def __len__(self) -> int:
+        return len(self.mask) if self.batch is None else len(self.batch)
+
+    def part(self, index: Tensor) -> "Steps":
+        """The chosen steps; or, with memory, the chosen episodes."""
+        if self.batch is None:
+            assert self.inputs is not None
+            tensors = {name: getattr(self, name)[index] for name in _TENSORS}
+            return Steps(batch=None, inputs=self.inputs[index], **tensors)
+        agents = self.mask.shape[0] // len(self.batch)
+        rows = (index[:, None] * agents + torch.arange(agents)).flatten()
+        tensors = {name: getattr(self, name)[rows] for name in _TENSORS}
+        return Steps(batch=self.batch.rows(index), inputs=None, **tensors)
+
+
+_TENSORS = ("seen", "agent", "actions", "avail", "mask", "old_logprobs", "old_values", "advantages", "returns")
+
+
+@torch.no_grad()
+def prepare(
+    module: ActorCritic, moments: RunningMoments | None, batch: EpisodeBatch, *, gamma: float, lam: float
+) -> tuple[Steps, dict[str, float]]:
+    """Old log-probs and values, then advantages and returns, of a fresh batch. `moments` take the returns in."""
+    seen = module.critic_inputs(batch)
+    filled = batch.filled[..., 0]
+    said = module.critic(seen[filled])
+    own = said.new_zeros(seen.shape[:3]).masked_scatter(filled[..., None], said)  # on the critic's own scale
+    values = own if moments is None else moments.restore(own)
+    mask = _rows(batch.eligible)
+    behind = batch.behind(torch.where(batch.able, values, 0.0)).flatten()
+    rewards = _rows(batch.rewards_of(batch.eligible))
+    advantages, returns = gae(rewards, _rows(values), mask, gamma=gamma, lam=lam, bootstrap=behind)
+    if moments is not None:
+        moments.update(returns, mask)
+    spread = masked_mean((returns - masked_mean(returns, mask)).square(), mask)
+    left = masked_mean((returns - _rows(values)).square(), mask) - masked_mean(returns - _rows(values), mask).square()
+    measured = {
+        "policy/value": float(masked_mean(_rows(values), mask)),
+        "critic/explained_variance": float(1 - left / spread) if float(spread) > 0 else 0.0,
+        "policy/advantage_abs": float(masked_mean(advantages.abs(), mask)),
+    }
+    scores = available(action_scores(module.agents, batch), batch.avail_actions)
+    logprobs = scores.log_softmax(-1).gather(-1, batch.actions)[..., 0]
+    if moments is not None:
+        # The critic's scale has just moved: what it said before is put on the new one.
+        returns, own = moments.normalise(returns), moments.normalise(values)
+    steps = Steps(
+        batch=batch,
+        inputs=None,
+        seen=_rows(seen),
+        agent=torch.arange(seen.shape[2]).expand(*seen.shape[:2], -1).transpose(1, 2).flatten(0, 1),
+        actions=_rows(batch.actions[..., 0]),
+        avail=_rows(batch.avail_actions),
+        mask=mask,
+        old_logprobs=_rows(logprobs),
+        old_values=_rows(own),
+        advantages=masked_whiten(advantages, mask),
+        returns=returns,
+    )
+    if not module.agents.shape.recurrent:
+        steps = _single(steps, _rows(agent_inputs(module.agents, batch)))
+    return steps, measured
+
+
+def _single(steps: Steps, inputs: Tensor) -> Steps:
+    """The steps that count, without order: [steps, 1]."""
+    mask = steps.mask
+    tensors = {name: getattr(steps, name)[mask] for name in _TENSORS}
+    for name in ("mask", "old_logprobs", "old_values", "advantages", "returns", "actions", "agent"):
+        tensors[name] = tensors[name][:, None]
+    tensors["seen"], tensors["avail"] = tensors["seen"][:, None], tensors["avail"][:, None]
+    return Steps(batch=None, inputs=inputs[mask], **tensors)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PPOLoss:
+    """What one mini-batch says."""
+
+    loss: Tensor
+    """With gradient."""
+    terms: dict[str, Tensor]
+    """Before coefficients."""
+    measured: dict[str, Tensor]
+    """Numbers for metrics."""
+
+
+def ppo_loss(
+    module: ActorCritic,
+    steps: Steps,
+    *,
+    clip: float,
+    clip_value: float | None,
+    vf_coef: float,
+    entropy_coef: float,
+) -> PPOLoss:
+    """policy + vf_coef value - entropy_coef entropy, each a mean over the steps that count."""
+    if steps.batch is None:
+        assert steps.inputs is not None
+        scores = module.agents.at(steps.inputs, steps.agent[:, 0])[:, None]
+    else:
+        scores = _rows(action_scores(module.agents, steps.batch))
+    mask = steps.mask
+    scores = available(scores, steps.avail)
+    logprobs = scores.log_softmax(-1).gather(-1, steps.actions[..., None])[..., 0]
+    values = module.critic(torch.where(mask[..., None], steps.seen, 0.0))
+    policy = ppo_clip(logprobs, steps.old_logprobs, steps.advantages, mask, clip_low=clip, clip_high=clip)
+    value = value_clip(values, steps.old_values, steps.returns, mask, clip=clip_value)
+    terms = {
+        "policy": aggregate(policy, mask, mode="token-mean"),
+        "value": aggregate(value, mask, mode="token-mean"),
+        "entropy": aggregate(entropy(scores, mask), mask, mode="token-mean"),
+    }
+    with torch.no_grad():
+        log_ratio = torch.where(mask, logprobs - steps.old_logprobs, 0.0)
+        moved = (log_ratio.exp() - 1).abs() > clip
+        measured = {
+            "policy/approx_kl": masked_mean(log_ratio.exp() - 1 - log_ratio, mask),
+            "clip_ratio/region_mean": masked_mean((moved & (log_ratio * steps.advantages > 0)).float(), mask),
+        }
+    loss = terms["policy"] + vf_coef * terms["value"] - entropy_coef * terms["entropy"]
+    return PPOLoss(loss=loss, terms=terms, measured=measured)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[batch, time, agent, …] as [batch x agent, time, …]."""
+    return x.transpose(1, 2).flatten(0, 1)

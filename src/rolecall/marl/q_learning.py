@@ -1,0 +1,112 @@
+"""IQL, VDN and QMIX: Q-learning on episodes.
+
+    y_t = r_t + gamma ((1 - lam) V_{t+1} + lam y_{t+1})        V = Q_target(argmax_a Q(a)) or max_a Q_target(a)
+    loss = sum over steps of (Q(a_t) - y_t)^2 / steps
+
+V behind the last step is 0 if the episode ended, else that of the slot behind it. IQL learns each agent's own Q; VDN and
+QMIX learn the team's, mixed from the agents'. Targets are `maths.returns.td_lambda_targets`; lam = 0 is PyMARL's.
+A dead or absent agent has no choice: it adds nothing to the mix and nothing to the loss.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rolecall.marl.episodes import EpisodeBatch
+from rolecall.marl.nets import Agents
+from rolecall.marl.scoring import action_scores, available
+from rolecall.maths.reduce import aggregate, masked_mean
+from rolecall.maths.returns import td_lambda_targets
+
+
+class QNetworks(nn.Module):
+    """The agents and, for a team's Q, the mixer."""
+
+    def __init__(self, agents: Agents, mixer: nn.Module | None) -> None:
+        super().__init__()
+        self.agents, self.mixer = agents, mixer
+
+    def target(self) -> "QNetworks":
+        """A copy that does not train."""
+        return copy.deepcopy(self).requires_grad_(False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QLoss:
+    """What one batch says."""
+
+    loss: Tensor
+    """With gradient."""
+    errors: Tensor
+    """[batch]: mean |Q - y| of each episode, for priorities."""
+    q: Tensor
+    """Mean Q of what was done."""
+    target: Tensor
+    """Mean y."""
+
+
+def q_loss(
+    live: QNetworks,
+    target: QNetworks,
+    batch: EpisodeBatch,
+    *,
+    gamma: float,
+    lam: float,
+    double: bool,
+    weights: Tensor | None = None,
+    scale: Callable[[Tensor], Tensor] = lambda reward: reward,
+) -> QLoss:
+    """The loss of one batch. `weights` [batch] weigh episodes, `scale` is applied to rewards."""
+    scores = action_scores(live.agents, batch)
+    done = scores.gather(-1, batch.actions)[..., 0]
+    with torch.no_grad():
+        theirs = action_scores(target.agents, batch)
+        best = available(scores if double else theirs, batch.avail_actions).argmax(-1, keepdim=True)
+        future = theirs.gather(-1, best)[..., 0]
+    if live.mixer is None:
+        q, value, chooses = done, future, batch.eligible
+    else:
+        assert target.mixer is not None
+        q = _mixed(live.mixer, done, batch, batch.valid)
+        with torch.no_grad():
+            value = _mixed(target.mixer, future, batch, batch.filled[..., 0])
+        chooses = batch.eligible.any(-1, keepdim=True)
+    # An agent that is not there behind the cut has no value to go on with.
+    able = batch.able if live.mixer is None else batch.able.any(-1, keepdim=True)
+    behind = batch.behind(torch.where(able, value, 0.0))
+    rewards = scale(batch.rewards_of(chooses))
+
+    def rows(x: Tensor) -> Tensor:
+        return x.transpose(1, 2).flatten(0, 1)
+
+    mask = rows(chooses)
+    with torch.no_grad():
+        targets = td_lambda_targets(rows(rewards), rows(value), mask, gamma=gamma, lam=lam, bootstrap=behind.flatten())
+    error = rows(q) - targets
+    squares = error.square()
+    if weights is not None:
+        squares = squares * weights.repeat_interleave(chooses.shape[-1])[:, None]
+    per_row = masked_mean(error.detach().abs(), mask, dim=1)
+    return QLoss(
+        loss=aggregate(squares, mask, mode="token-mean"),
+        errors=per_row.view(len(batch), -1).mean(1),
+        q=masked_mean(rows(q).detach(), mask),
+        target=masked_mean(targets, mask),
+    )
+
+
+def _mixed(mixer: nn.Module, values: Tensor, batch: EpisodeBatch, where: Tensor) -> Tensor:
+    """[batch, time, 1]: the team's value in the slots asked for, 0 elsewhere; who has no choice adds 0."""
+    kept = torch.where(batch.able, values, 0.0)[where]
+    found = mixer(kept, batch.state[where])
+    return found.new_zeros(where.shape).masked_scatter(where, found)[..., None]
+
+
+@torch.no_grad()
+def follow(target: nn.Module, live: nn.Module, *, share: float) -> None:
+    """Move a target network towards the live one: all the way with share 1."""
+    for held, new in zip(target.parameters(), live.parameters(), strict=True):
+        held.lerp_(new, share)

@@ -1,0 +1,274 @@
+"""Agents that learn together: a round of whole episodes, then an update, again and again.
+
+    IQL, VDN, QMIX   play with random choices mixed in -> buffer -> draw episodes -> Q-learning -> target follows
+    IPPO, MAPPO      play -> values, GAE -> a few passes of the clipped loss
+
+Left out: communication between agents, continuous actions, self-play.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rolecall.config.marl import MARLOptions
+from rolecall.marl.acting import Actor
+from rolecall.marl.buffer import EpisodeBuffer
+from rolecall.marl.envs import Envs, EnvSpec
+from rolecall.marl.mixers import MonotonicMixer, SumMixer
+from rolecall.marl.moments import RunningMoments
+from rolecall.marl.nets import Agents, AgentShape, Critic
+from rolecall.marl.ppo import ActorCritic, ppo_loss, prepare
+from rolecall.marl.q_learning import QNetworks, follow, q_loss
+from rolecall.marl.runner import Round, Runner
+from rolecall.train.metrics import Meter
+from rolecall.train.optim import lr_factor, set_lr
+from rolecall.train.step import Updater
+
+TRAIN, EVALUATE = 0, 1
+"""Phases: what keys the random numbers of a round, beside seed and step."""
+
+
+def agents_of(options: MARLOptions, spec: EnvSpec) -> Agents:
+    """The agents' networks for an environment."""
+    o = options.agent
+    shape = AgentShape(
+        agents=len(spec.agents),
+        obs=spec.obs_size,
+        actions=spec.n_actions,
+        hidden=o.hidden,
+        recurrent=o.recurrent,
+        shared=o.share,
+        last_action=o.last_action,
+    )
+    return Agents(shape, seed=options.seed)
+
+
+def networks(options: MARLOptions, spec: EnvSpec) -> QNetworks | ActorCritic:
+    """All that trains."""
+    agents, count, hidden = agents_of(options, spec), len(spec.agents), options.agent.hidden
+    if options.on_policy:
+        view = spec.obs_size if options.algo == "ippo" else spec.joint_state_size
+        critic = Critic(view + count, hidden, seed=options.seed + 1)
+        return ActorCritic(agents, critic, view="own" if options.algo == "ippo" else "state")
+    mixer: nn.Module | None = SumMixer() if options.algo == "vdn" else None
+    if options.algo == "qmix":
+        mixer = MonotonicMixer(
+            count, spec.joint_state_size, embed=options.q.embed, hidden=hidden, seed=options.seed + 1
+        )
+    return QNetworks(agents, mixer)
+
+
+class _Marl:
+    """What both kinds share: playing, counting, evaluating."""
+
+    def __init__(
+        self,
+        options: MARLOptions,
+        *,
+        updater: Updater,
+        agents: Agents,
+        envs: Envs,
+        watch: Callable[[int, Round], None] = lambda step, found: None,
+    ) -> None:
+        self.options, self.updater, self.agents, self.watch = options, updater, agents, watch
+        self.runner = Runner(envs, rewards=options.rewards, seed=options.seed)
+        self.env_steps = self.episodes = self.broken = 0
+        self._meter = Meter()
+        self._metrics: dict[str, float] = {}
+
+    def _play(self, step: int, actor: Actor) -> Round:
+        set_lr(self.updater.optimizer, lr_factor(step, steps=self.options.steps, options=self.options.optim))
+        found = self.runner.run(actor, phase=TRAIN, step=step)
+        self.env_steps += int(found.episodes.lengths.sum())
+        self.episodes += len(found.episodes)
+        self.broken += sum(found.faults.values())
+        self._meter = Meter()
+        self._metrics = {**describe(found), "env_steps": float(self.env_steps), "broken": float(self.broken)}
+        self.watch(step, found)
+        return found
+
+    def _descend(self, loss: Callable[[], torch.Tensor]) -> None:
+        """One optimiser step, unless loss or gradient is not finite."""
+        total = torch.zeros(())
+
+        def backward(rows: torch.Tensor) -> None:
+            nonlocal total
+            total = loss()
+            total.backward()
+
+        norm, finite = self.updater.descend(
+            [torch.zeros(0, dtype=torch.long)], backward, lambda: bool(torch.isfinite(total))
+        )
+        self._meter.mean("loss", total.detach()[None])
+        self._meter.mean("grad_norm", torch.tensor([norm]))
+        self._meter.total("skipped", float(not finite))
+        self._meter.total("optimizer_steps", 1.0)
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers of the last step."""
+        rate = float(self.updater.optimizer.param_groups[0]["lr"])
+        return {**self._metrics, **self._meter.result(), "learning_rate": rate}
+
+    def evaluate(self, envs: Envs) -> dict[str, float]:
+        """Mean return and length of episodes without exploration, with the same seeds every time."""
+        runner = Runner(envs, rewards=self.options.rewards, seed=self.options.seed)
+        drawn = self.options.on_policy and not self.options.eval.greedy
+        return describe(runner.run(Actor(self.agents, how="sample" if drawn else "greedy"), phase=EVALUATE, step=0))
+
+    def explain(self) -> str:
+        """The last step in words."""
+        m = self.metrics()
+        return (
+            f"return {m['return']:.3f} over {m['episode_length']:.1f} steps, loss {m['loss']:.4f}, "
+            f"{int(m['env_steps']):,} environment steps"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters."""
+        return {"env_steps": self.env_steps, "episodes": self.episodes, "broken": self.broken}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.env_steps, self.episodes, self.broken = (int(state[k]) for k in ("env_steps", "episodes", "broken"))
+
+
+class QLearner(_Marl):
+    """IQL, VDN or QMIX as a `train.loop.Learner`."""
+
+    def __init__(self, options: MARLOptions, *, module: QNetworks, **parts: Any) -> None:
+        super().__init__(options, agents=module.agents, **parts)
+        o = options.q
+        self.module, self.target = module, module.target()
+        self.buffer = EpisodeBuffer(o.buffer, seed=options.seed, alpha=o.alpha, beta=o.beta)
+        self.moments = RunningMoments()
+        self.updates = 0
+
+    def collect(self, step: int) -> Round:
+        """A round of episodes with random choices mixed in."""
+        epsilon = self.options.q.epsilon(self.env_steps)
+        found = self._play(step, Actor(self.agents, how="epsilon", epsilon=epsilon))
+        self._metrics["epsilon"] = epsilon
+        return found
+
+    def update(self, found: Round) -> None:
+        """Put the episodes into the buffer and learn from what is drawn."""
+        o = self.options.q
+        self.buffer.add(found.episodes)
+        self.moments.update(found.episodes.reward, found.episodes.valid[..., None].expand_as(found.episodes.reward))
+        for _ in range(o.updates):
+            drawn = self.buffer.sample(o.batch)
+            batch = drawn.episodes
+
+            def loss(batch: Any = batch, drawn: Any = drawn) -> torch.Tensor:
+                found = q_loss(
+                    self.module,
+                    self.target,
+                    batch,
+                    gamma=o.gamma,
+                    lam=o.lam,
+                    double=o.double,
+                    weights=drawn.weights if o.alpha else None,
+                    scale=self._scaled,
+                )
+                if o.alpha:
+                    self.buffer.set_priorities(drawn.index, found.errors)
+                self._meter.mean("q/taken", found.q[None])
+                self._meter.mean("q/target", found.target[None])
+                self._meter.mean("q/error", found.errors)
+                return found.loss
+
+            self._descend(loss)
+            self.updates += 1
+            if o.tau is not None:
+                follow(self.target, self.module, share=o.tau)
+            elif self.updates % o.target_every == 0:
+                follow(self.target, self.module, share=1.0)
+
+    def _scaled(self, rewards: torch.Tensor) -> torch.Tensor:
+        return rewards / self.moments.std.float() if self.options.q.scale_rewards else rewards
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, the buffer, the target networks, the rewards' moments."""
+        return {
+            **super().state_dict(),
+            "updates": self.updates,
+            "target": dict(self.target.state_dict()),
+            "moments": dict(self.moments.state_dict()),
+            "buffer": self.buffer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        super().load_state_dict(state)
+        self.updates = int(state["updates"])
+        self.target.load_state_dict(state["target"])
+        self.moments.load_state_dict(state["moments"])
+        self.buffer.load_state_dict(state["buffer"])
+
+
+class PPOLearner(_Marl):
+    """IPPO or MAPPO as a `train.loop.Learner`."""
+
+    def __init__(self, options: MARLOptions, *, module: ActorCritic, **parts: Any) -> None:
+        super().__init__(options, agents=module.agents, **parts)
+        self.module = module
+        self.moments = RunningMoments(decay=0.99) if options.ppo.value_norm else None
+        self._step = 0
+
+    def collect(self, step: int) -> Round:
+        """A round of episodes drawn from the policy."""
+        self._step = step
+        return self._play(step, Actor(self.agents, how="sample"))
+
+    def update(self, found: Round) -> None:
+        """A few passes over the episodes."""
+        o = self.options.ppo
+        steps, measured = prepare(self.module, self.moments, found.episodes, gamma=o.gamma, lam=o.lam)
+        self._metrics.update(measured)
+        rng = np.random.default_rng([self.options.seed, 2, self._step])
+        for _ in range(o.epochs):
+            order = torch.from_numpy(rng.permutation(len(steps))) if o.minibatches > 1 else None
+            for index in [None] if order is None else order.chunk(o.minibatches):
+                part = steps if index is None else steps.part(index.sort().values)
+
+                def loss(part: Any = part) -> torch.Tensor:
+                    found = ppo_loss(
+                        self.module,
+                        part,
+                        clip=o.clip,
+                        clip_value=o.value_clip,
+                        vf_coef=o.vf_coef,
+                        entropy_coef=o.entropy_coef,
+                    )
+                    for name, value in found.terms.items():
+                        self._meter.mean(f"loss/{name}", value[None])
+                    for name, value in found.measured.items():
+                        self._meter.mean(name, value[None])
+                    return found.loss
+
+                self._descend(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and the returns' moments."""
+        return {**super().state_dict(), "moments": dict(self.moments.state_dict()) if self.moments else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        super().load_state_dict(state)
+        if self.moments is not None and state["moments"] is not None:
+            self.moments.load_state_dict(state["moments"])
+
+
+def describe(found: Round) -> dict[str, float]:
+    """Numbers about a round; the return is the team's, or the mean of the agents' own."""
+    returns = found.episodes.returns().mean(1).double()
+    lengths = found.episodes.lengths.double()
+    return {
+        "return": float(returns.mean()),
+        "return_std": float(returns.std(correction=0)),
+        "episode_length": float(lengths.mean()),
+        "truncated_ratio": float(found.episodes.bootstrap.double().mean()),
+    }

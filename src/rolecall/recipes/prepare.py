@@ -1,0 +1,231 @@
+"""From scored trajectories to a batch that trains: verdicts, log-probs, values, KL, rewards, advantages.
+
+The samples of an episode whose context was cut are joined wherever a sequence counts as one (scores, rewards,
+advantages) and split again; for all others joining does nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from rolecall.config.rl import RLOptions
+from rolecall.experience.batches import collate, lengths_of, runs_in
+from rolecall.experience.joined import Joined
+from rolecall.maths import shaping
+from rolecall.maths.advantages import flat_groups
+from rolecall.maths.kl import kl_estimate
+from rolecall.maths.roles import Role, TrainRule
+from rolecall.policy.load import LoadedModel
+from rolecall.policy.model import Against, Outputs, PolicyModel
+from rolecall.recipes.algorithms import Algorithm, Knobs
+from rolecall.recipes.experience import compared
+from rolecall.recipes.replay import start_weights
+from rolecall.train.reference import Reference
+from rolecall.train.score import score
+from rolecall.train.step import Updater
+from rolecall.train.timing import Timer
+from rolecall.types import Batch, Finish, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A batch that is ready to train."""
+
+    batch: Batch
+    kl: Tensor | None
+    """[batch, time] KL to the reference at eligible positions, if it was measured."""
+    algorithm: Algorithm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Where the answers come from, and what that means for them."""
+
+    old_logprobs: str
+    """detach, recompute or behaviour."""
+    fresh: bool = True
+    """False: answers of earlier steps. They are no samples of the policy, so there is no KL to the reference."""
+    recorded: bool = False
+    """True: log-probs of the behaviour are needed, and a position without one cannot train."""
+
+
+class Preparer:
+    """Does it with the policy and the reference as they are now."""
+
+    def __init__(
+        self,
+        options: RLOptions,
+        *,
+        policy: LoadedModel,
+        module: PolicyModel,
+        updater: Updater,
+        reference: Reference | None,
+        timer: Timer,
+    ) -> None:
+        self.options, self.module, self.updater, self.reference = options, module, updater, reference
+        self.timer, self.rule = timer, TrainRule(stop=options.algorithm.train_stop)
+        encode = policy.tokenizer
+        self._blackout = [tuple(encode(text, add_special_tokens=False)["input_ids"]) for text in options.blackout]
+
+    @property
+    def against(self) -> Against | None:
+        """What the exact KL is measured to, if it is asked for."""
+        if self.reference is None or self.options.algorithm.kl_kind != "exact":
+            return None
+        return self.reference.read
+
+    def __call__(
+        self,
+        trajectories: Sequence[Trajectory],
+        totals: Sequence[float | None],
+        source: Source,
+        knobs: Knobs,
+        make: Callable[[Knobs], Algorithm],
+        *,
+        baselines: Sequence[float | None] | None = None,
+    ) -> Prepared:
+        """`make` gives the algorithm once the knobs are complete; `baselines` are scores of greedy answers."""
+        joined = Joined(trajectories)
+        eligible = self.rule.eligible(collate(trajectories).roles)
+        batch, known = self._judged(trajectories, totals, joined, source, baselines)
+        batch, exact = self._with_logprobs(batch, eligible, source)
+        batch, kl = self._with_reference(batch, eligible, known, exact, source)
+        batch = self._with_rewards(batch, eligible, kl, joined, knobs)
+        cut_off = torch.tensor([t.finish.truncated for t in trajectories])
+        if self.options.algorithm.bootstrap_truncated and self.module.has_values:
+            knobs = replace(knobs, bootstrap=joined.last(self._values_behind(batch, cut_off)))
+        algorithm = make(knobs)
+        return Prepared(batch=compared(batch, joined, algorithm), kl=kl, algorithm=algorithm)
+
+    def score(
+        self, module: torch.nn.Module, batch: Batch, wanted: Tensor, *, against: Against | None = None
+    ) -> Outputs:
+        """What a model says of the wanted positions, without gradient."""
+        return score(
+            module,
+            batch,
+            wanted,
+            temperature=self.options.sampling.scoring_temperature,
+            token_budget=self.options.optim.token_budget,
+            device=self.updater.accelerator.device,
+            against=against,
+            timer=self.timer,
+        )
+
+    def _judged(
+        self,
+        trajectories: Sequence[Trajectory],
+        totals: Sequence[float | None],
+        joined: Joined,
+        source: Source,
+        baselines: Sequence[float | None] | None,
+    ) -> tuple[Batch, Tensor]:
+        """The batch with scores and verdicts, and [batch, time] where what is needed of the record is known."""
+        o, batch = self.options.algorithm, collate(trajectories)
+        if joined.cut:
+            batch = replace(batch, episodes=joined.names)
+        aborted = torch.tensor([t.finish is Finish.ABORT for t in trajectories])
+        ended = torch.tensor([t.finish in (Finish.STOP, Finish.ENVIRONMENT) for t in trajectories])
+        cut_off = torch.tensor([t.finish.truncated for t in trajectories])
+        scores = torch.where(aborted, torch.nan, self._shaped_scores(batch, totals, stopped=ended))
+        if baselines is not None:  # without its baseline an answer has nothing to be compared with
+            batch = replace(batch, baselines=_or_nan(baselines))
+            scores = torch.where(_or_nan(baselines).isnan(), torch.nan, scores)
+        include, known = ~scores.isnan(), torch.ones(batch.ids.shape, dtype=torch.bool)
+        if source.recorded:
+            batch, known = _recorded(batch, self.rule.eligible(batch.roles))
+        flat = None
+        if o.drop_flat or (source.fresh and self.options.replay.replace_flat):
+            flat = joined.split(flat_groups(joined.first(scores), joined.groups, include=joined.first(include)), 0)
+        verdicts = self.rule.verdicts(
+            batch.roles,
+            bad_record=aborted[:, None] | ~known,
+            reward_failed=~include,
+            blackout=runs_in(batch, self._blackout) if self._blackout else None,
+            truncated=cut_off if o.drop_truncated else None,
+            flat_group=flat,
+        )
+        return replace(batch, scores=scores, verdicts=verdicts), known
+
+    def _shaped_scores(self, batch: Batch, totals: Sequence[float | None], *, stopped: Tensor) -> Tensor:
+        """[batch] scores with the recipe's clipping and penalties; NaN where the reward failed."""
+        o, scores = self.options.algorithm, _or_nan(totals)
+        if o.score_clip is not None:
+            scores = shaping.clip_scores(scores, limit=o.score_clip)
+        if o.missing_stop_penalty:
+            scores = shaping.missing_stop_penalty(scores, stopped, penalty=o.missing_stop_penalty)
+        if o.overlong_buffer is not None:
+            lengths = ((batch.roles == Role.CONTENT) | (batch.roles == Role.STOP)).sum(dim=1)
+            limit = self.options.sampling.max_new_tokens
+            buffer = ceil(o.overlong_buffer * limit) if o.overlong_buffer < 1 else int(o.overlong_buffer)
+            scores = scores + shaping.overlong_penalty(lengths, max_length=limit, buffer=buffer)
+        return scores
+
+    def _with_logprobs(self, batch: Batch, eligible: Tensor, source: Source) -> tuple[Batch, Tensor | None]:
+        """Old log-probs, values and importance weights; and the exact KL, which comes out of the same pass."""
+        exact, against = None, self.against if source.fresh else None
+        if source.old_logprobs == "behaviour":
+            batch = replace(batch, old_logprobs=batch.behaviour_logprobs)
+        if source.old_logprobs == "recompute" or self.module.has_values or against is not None:
+            old = self.score(self.updater.module, batch, eligible, against=against)
+            batch, exact = replace(batch, values=old.values), old.kl
+            if source.old_logprobs == "recompute":
+                batch = replace(batch, old_logprobs=old.logprobs)
+        if not self.options.sampled_now and self.options.replay.weights != "none":
+            batch = replace(batch, weights=start_weights(self.options.replay, batch, inside_only=False))
+        return batch, exact
+
+    def _with_reference(
+        self, batch: Batch, eligible: Tensor, known: Tensor, exact: Tensor | None, source: Source
+    ) -> tuple[Batch, Tensor | None]:
+        """The reference's log-probs and the KL to it."""
+        if self.reference is None or not source.fresh:
+            return batch, None
+        with self.reference.module() as frozen:
+            batch = replace(batch, ref_logprobs=self.score(frozen, batch, eligible).logprobs)
+        if exact is not None:
+            return batch, torch.where(eligible & known, exact, 0)
+        now = batch.old_logprobs if batch.old_logprobs is not None else batch.behaviour_logprobs
+        assert now is not None
+        assert batch.ref_logprobs is not None
+        return batch, kl_estimate(now, batch.ref_logprobs, eligible & known, kind=self.options.algorithm.kl_kind)
+
+    def _with_rewards(self, batch: Batch, eligible: Tensor, kl: Tensor | None, joined: Joined, knobs: Knobs) -> Batch:
+        """The score on the last eligible position and, if it belongs there, the KL on all of them."""
+        assert batch.scores is not None
+        in_reward = kl if self.options.algorithm.kl_in == "reward" else None
+        rewards = shaping.shape_rewards(
+            joined.first(torch.where(batch.scores.isnan(), 0, batch.scores)),
+            None if in_reward is None else joined.join(in_reward),
+            joined.join(eligible),
+            kl_coef=knobs.kl_coef,
+        )
+        return replace(batch, rewards=joined.split(rewards, batch.ids.shape[1]))
+
+    def _values_behind(self, batch: Batch, cut_off: Tensor) -> Tensor:
+        """[batch] the critic's value behind the last token of answers that were cut off, else 0."""
+        ends = lengths_of(batch)
+        longer = Batch(
+            ids=torch.nn.functional.pad(batch.ids, (0, 1)),
+            roles=torch.nn.functional.pad(batch.roles, (0, 1)).scatter(1, ends[:, None], int(Role.CONTENT)),
+            groups=batch.groups,
+        )
+        wanted = torch.zeros_like(longer.roles, dtype=torch.bool).scatter(1, ends[:, None], True) & cut_off[:, None]
+        values = self.score(self.updater.module, longer, wanted).values
+        assert values is not None
+        return values.sum(dim=1)
+
+
+def _or_nan(scores: Sequence[float | None]) -> Tensor:
+    return torch.tensor([float("nan") if score is None else score for score in scores])
+
+
+def _recorded(batch: Batch, eligible: Tensor) -> tuple[Batch, Tensor]:
+    """The batch with behaviour log-probs in it, and where they are there and finite, if a position may train at all."""
+    held = batch.behaviour_logprobs
+    if held is None:
+        held = torch.full(batch.ids.shape, torch.nan)
+    return replace(batch, behaviour_logprobs=held), held.isfinite() | ~eligible

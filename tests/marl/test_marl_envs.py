@@ -1,0 +1,142 @@
+"""Environments by name, their adapters, and processes for slow ones."""
+
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from rolecall.errors import UserError
+from rolecall.marl.envs import names, open_envs
+from rolecall.marl.envs.base import EnvError
+
+
+def said(name, **options):
+    with pytest.raises(EnvError) as caught:
+        open_envs(name, 1, **options)
+    assert isinstance(caught.value, UserError)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("climbin", "there is no environment 'climbin'; did you mean 'climbing'?"),
+        ("zzz", "there is no environment 'zzz'; there are climbing, penalty:-100"),
+        ("lbf:8x8-2p-2f-cop", "'cop' is no part of one"),
+        ("lbf:8x8-2f", "does not say its players"),
+        ("lbf:8x9-2p-2f", "boards are square"),
+        ("lbf:4x4-2p-1f", "at least 5x5"),
+        ("penalty:much", "the penalty is a number"),
+        ("gym:CartPole-v9999", "there is no environment"),
+        ("gym:CartPol-v1", "did you mean 'CartPole-v1'?"),
+        ("gym:Pendulum-v1", "Discrete"),
+        ("mpe:speaker_listner", "did you mean 'mpe:speaker-listener'?"),
+        ("pettingzoo:mpe.simple_spread_v3", "cannot be imported"),
+        ("pettingzoo:utils", "has no parallel_env"),
+        ("odd_envs:nothing", "it must give a PettingZoo parallel or a Gymnasium environment"),
+        ("odd_envs:nobody", "has no function 'nobody'"),
+        ("odd_envs:continuous", "Discrete"),
+        ("no/such/file.py:make", "is not there"),
+    ],
+)
+def test_a_wrong_name_is_one_sentence(name, sentence):
+    assert sentence in said(name)
+
+
+def test_a_missing_package_names_the_command(monkeypatch):
+    monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: None)
+    for name, package in (
+        ("mpe:speaker-listener", "mpe2"),
+        ("lbforaging:8x8-2p-2f", "lbforaging"),
+        ("gym:X", "gymnasium"),
+    ):
+        assert said(name) == f"{name} needs {package}, which is not installed: pip install 'rolecall[marl]'"
+    assert open_envs("lbf:8x8-2p-2f-coop", 1).spec.n_actions == 6, "the built-in ones need nothing"
+
+
+def test_no_environment_drags_in_another():
+    """Opening a built-in one imports neither gymnasium nor torch."""
+    import subprocess
+
+    program = (
+        "import sys; from rolecall.marl.envs import open_envs; open_envs('lbf:8x8-2p-2f-coop', 1); "
+        "open_envs('climbing', 1); sys.exit(bool({'torch', 'gymnasium', 'pettingzoo', 'mpe2'} & set(sys.modules)))"
+    )
+    path = os.pathsep.join(sys.path)
+    assert subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "actions", "paid"),
+    [("climbing", (0, 0), 11), ("climbing", (2, 1), 6), ("penalty:-25", (2, 2), -25), ("penalty:0", (0, 2), 10)],
+)
+def test_matrix_games_pay_what_the_table_says(name, actions, paid):
+    envs = open_envs(name, 2)
+    envs.reset([0, 0])
+    for t in range(25):
+        frame = envs.step(np.array([actions, actions]), np.ones(2, bool))
+        assert frame.reward.tolist() == [[paid, paid]] * 2
+        assert frame.truncated.all() == (t == 24)
+    assert not envs.reset([0, 0]).truncated.any()
+
+
+def test_agents_of_different_sizes_share_one_frame():
+    envs = open_envs("odd_envs:always_good", 2)
+    assert (envs.spec.obs_size, envs.spec.n_actions, envs.spec.agents) == (3, 3, ("ann", "bob"))
+    frame = envs.reset([3, 4])
+    assert np.array_equal(frame.obs[0], np.array([[0.3, 0.3, 0.0], [0.3, 0.3, 0.3]], np.float32))
+    assert frame.avail[0].tolist() == [[True, True, True], [True, True, False]]
+    frame = envs.step(np.array([[2, 1], [0, 0]]), np.ones(2, bool))
+    assert frame.reward.tolist() == [[2.0, 1.0], [0.0, 0.0]]
+
+
+def test_mpe_and_gymnasium_run():
+    for name, agents in (("mpe:speaker-listener", 2), ("gym:CartPole-v1", 1)):
+        envs = open_envs(name, 2)
+        first = envs.reset([5, 6]).obs.copy()
+        assert np.array_equal(envs.reset([5, 6]).obs, first)
+        frame = envs.step(np.zeros((2, agents), np.int64), np.ones(2, bool))
+        assert not frame.faults
+        assert frame.obs.shape[1] == agents
+        envs.close()
+    assert open_envs("mpe:simple_speaker_listener_v4", 1).spec.limit == 25
+    assert open_envs("gym:CartPole-v1", 1).spec.limit == 500
+
+
+def test_processes_give_what_this_process_gives():
+    here, there = open_envs("odd_envs:always_good", 5), open_envs("odd_envs:always_good", 5, workers=2)
+    try:
+        rng = np.random.default_rng(0)
+        for seeds in ([1, 2, 3, 4, 5], [9, 8, 7, 6, 5]):
+            a, b = here.reset(seeds), there.reset(seeds)
+            for t in range(5):
+                for name in ("obs", "avail", "present", "reward", "terminated", "truncated"):
+                    assert np.array_equal(getattr(a, name), getattr(b, name)), (t, name)
+                actions, running = rng.integers(0, 2, (5, 2)), np.ones(5, bool)
+                a, b = here.step(actions, running), there.step(actions, running)
+            assert a.terminated.all()
+    finally:
+        there.close()
+
+
+def test_a_wrong_name_in_a_process_is_the_same_sentence():
+    assert "there is no environment 'climbin'" in said("climbin", workers=1)
+
+
+def test_an_environment_that_hangs_or_crashes_takes_only_its_own_process_along():
+    for name, why in (("odd_envs:hangs", "did not answer within 4 s"), ("odd_envs:crashes", "exit code 9")):
+        envs = open_envs(name, 2, workers=2, deadline=4.0)
+        try:
+            envs.reset([4, 5])  # the first is the bad one
+            frame = envs.step(np.zeros((2, 1), np.int64), np.ones(2, bool))
+            assert list(frame.faults) == [0]
+            assert why in frame.faults[0]
+            assert frame.reward[1, 0] == 1.0
+            frame = envs.reset([5, 6])  # a new process is in its place
+            assert not frame.faults
+            frame = envs.step(np.zeros((2, 1), np.int64), np.ones(2, bool))
+            assert not frame.faults
+            assert frame.reward.tolist() == [[1.0], [1.0]]
+        finally:
+            envs.close()
