@@ -202,7 +202,7 @@ def test_old_log_probs_of_an_earlier_version():
     learner = learner_of(dataclasses.replace(GRPO, old_logprobs="recompute"))
     stale, whole = Reference(learner.module), learner.prepare.score
 
-    def score_stale(module, batch, wanted, against=None):
+    def score_stale(module, batch, wanted, **how):
         with stale.module() as frozen:
             return whole(frozen, batch, wanted, **how)
 
