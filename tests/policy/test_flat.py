@@ -66,7 +66,6 @@ def gradients(model, hidden):
 def test_hidden_states_and_gradients_are_those_of_transformers(kernels, kind, weights, working, band, monkeypatch):
     monkeypatch.setenv("ROLECALL_KERNELS", kernels)
     model, (ids, needed) = llama(weights, kind), sample()
-    assert unfit(model) is None
     own = model.get_decoder()(input_ids=ids).last_hidden_state[needed]
     expected = gradients(model, own)
     flat = FlatTrunk(model)(ids, needed, dtype=working)
@@ -166,6 +165,7 @@ def test_a_model_that_computes_something_else_is_found_out_at_first_use(caplog):
     [
         (lambda m, env: env.setenv("ROLECALL_FLAT", "0"), "ROLECALL_FLAT"),
         (lambda m, env: m.to(torch.bfloat16), "not in fp32"),
+        (lambda m, env: m.to(torch.float64), "not in fp32"),
         (lambda m, env: m.gradient_checkpointing_enable(), "gradient checkpointing"),
     ],
 )
@@ -176,13 +176,14 @@ def test_what_it_is_not_used_for(change, why, monkeypatch):
 
 
 def test_a_policy_gives_the_same_with_and_without_it(monkeypatch):
-    model, (ids, needed) = llama(torch.float64), sample()
+    model, (ids, needed) = llama(), sample()
+    assert unfit(model) is None
     wanted = torch.nn.functional.pad(needed[:, :-1], (1, 0))
     found = PolicyModel(model)(ids, wanted, temperature=0.7)
     monkeypatch.setenv("ROLECALL_FLAT", "0")
     expected = PolicyModel(model)(ids, wanted, temperature=0.7)
     for one, other in zip(found[:2], expected[:2], strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
 
 def test_micro_batches_keep_groups_together():

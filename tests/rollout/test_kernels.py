@@ -5,7 +5,7 @@ import pytest
 import torch
 from small_models import small_model
 
-from rolecall.rollout import kernels as kernels_module
+from rolecall.policy import compiled
 from rolecall.rollout.kernels import kernels_for
 from rolecall.rollout.native import NativeEngine
 from rolecall.rollout.sampler import draw, uniforms
@@ -98,16 +98,16 @@ def test_answers_with_and_without_kernels(family, dtype, monkeypatch):
 
 def test_without_a_compiler_the_torch_path_is_used_with_one_line(monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
-    kernels_module._library.cache_clear()
+    compiled.library.cache_clear()
     try:
         with caplog.at_level("INFO", logger="rolecall"):
             assert kernels_for(torch.float32) is None
             assert kernels_for(torch.bfloat16) is None
         assert [r.message for r in caplog.records] == [
-            "no C compiler found: sampling without compiled kernels, which is slower"
+            "no C compiler found: going on without compiled kernels, which is slower"
         ]
     finally:
-        kernels_module._library.cache_clear()
+        compiled.library.cache_clear()
 
 
 def test_float64_has_no_kernels():
