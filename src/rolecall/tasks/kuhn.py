@@ -21,6 +21,8 @@ from rolecall.tasks.rows import ListRows, Rows
 
 PLAYERS = ("first", "second")
 _RANK = {"J": 0, "Q": 1, "K": 2}
+_DEMONSTRATED = {"J": 1 / 3, "Q": 1 / 2, "K": 2 / 3}
+"""How likely the demonstrations bet. They lean on the card, so that a model that imitates them reads it."""
 DEALS = tuple(first + second for first, second in permutations("JQK", 2))
 """The first player's card, then the second's."""
 _DECISIONS = {"first": ("", "pb"), "second": ("p", "b")}
@@ -51,11 +53,12 @@ class Kuhn:
         )
 
     def gold(self, row: Mapping[str, Any]) -> Sequence[Message]:
-        """One side of a game between two players who toss a coin."""
+        """One side of a game between players who bet with one jack in three, one queen in two, two kings in three."""
         rng, said, messages = Random(f"kuhn/{row['draw']}/{row['deal']}"), "", list[Message]()
         while pays(row["deal"], said) is None:
-            mine = _speaker(said) == row["player"]
-            word = rng.choice("pb")
+            speaker = _speaker(said)
+            mine, card = speaker == row["player"], row["deal"][PLAYERS.index(speaker)]
+            word = "b" if rng.random() < _DEMONSTRATED[card] else "p"
             said += word
             messages.append({"role": "assistant", "content": _WORDS[word]} if mine else _heard(word))
         while messages[-1]["role"] != "assistant":
