@@ -137,7 +137,7 @@ def page_of(place: Path, seeds: int) -> str:
     lines += [
         "",
         f"With {seeds} seeds and looks {EVERY * PROMPTS * SAMPLES} samples apart, a difference of one look says nothing; sizes and rates were chosen on these",
-        f"same problems. `observe` trains on nothing that it replays: the final weights of {same} of {len(there)} of its runs are those of the run",
+        f"same problems, the first rate after clipped replay was seen ahead on seed 0. `observe` trains on nothing that it replays: the final weights of {same} of {len(there)} of its runs are those of the run",
         "without replay, bit for bit.",
     ]
     return "\n".join(lines) + "\n"

@@ -16,9 +16,10 @@ from rolecall.errors import UserError
 from rolecall.experience.store import ROLLOUTS
 from rolecall.look.losses import check_loss
 from rolecall.look.page import Data, Section, page, text
-from rolecall.look.records import choose, read_step, samples, shortened
+from rolecall.look.records import choose, read_step, samples, shortened, spans_of
 from rolecall.look.report import report_html
 from rolecall.look.run import read_run
+from rolecall.maths.roles import Role
 from rolecall.types import Finish, Trajectory
 
 
@@ -108,6 +109,30 @@ def test_a_group_is_shown_whole_while_there_is_room(run, tmp_path, monkeypatch):
     assert left == 6 - len(some)
     assert left > 0
     assert [s.labels for s in some if s.labels] == [s.labels for s in whole if s.labels]
+
+
+def test_turns_and_what_lies_between_them_have_their_authors():
+    roles = [Role.PROMPT, Role.PROMPT, Role.CONTENT, Role.STOP, Role.OBSERVATION, Role.OBSERVATION, Role.CONTENT]
+    row = {
+        "roles": roles,
+        "turns": [{"start": 2, "end": 4}, {"start": 6, "end": 7}],
+        "author": "policy",
+        "authors": [
+            {"start": 0, "end": 2, "author": "prompt"},
+            {"start": 2, "end": 4, "author": "policy"},
+            {"start": 4, "end": 5, "author": "template"},
+            {"start": 5, "end": 6, "author": "tool"},
+            {"start": 6, "end": 7, "author": "policy"},
+        ],
+    }
+    assert [(s.start, s.end, s.label) for s in spans_of(row)] == [
+        (0, 2, "prompt"),
+        (2, 4, "turn 1, policy"),
+        (4, 5, "observation, template"),
+        (5, 6, "observation, tool"),
+        (6, 7, "turn 2, policy"),
+    ]
+    assert [s.label for s in spans_of(row | {"authors": None})][2] == "observation"
 
 
 def test_a_prompt_is_named_by_its_end():

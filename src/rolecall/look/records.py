@@ -175,6 +175,7 @@ def spans_of(row: Mapping[str, Any], *, acts: str = "answer") -> list[Span]:
     """
     roles, turns = row["roles"], [(t["start"], t["end"]) for t in row["turns"]]
     turn_of = {i: k for k, (start, end) in enumerate(turns) for i in range(start, end)}
+    author_of = {i: run["author"] for run in row["authors"] or () for i in range(run["start"], run["end"])}
     spans: list[Span] = []
     for i, role in enumerate(roles):
         turn = turn_of.get(i)
@@ -185,7 +186,9 @@ def spans_of(row: Mapping[str, Any], *, acts: str = "answer") -> list[Span]:
                 else f"{acts}, {row['author']}"
             )
         else:
-            label = {Role.PROMPT: "prompt"}.get(role, Role(role).name.replace("_", " ").lower())
+            label = Role(role).name.replace("_", " ").lower()
+            if author_of.get(i, label) != label:
+                label = f"{label}, {author_of[i]}"
         if spans and spans[-1].label == label:
             spans[-1] = Span(start=spans[-1].start, end=i + 1, label=label)
         else:
