@@ -139,7 +139,7 @@ def test_a_run_that_is_there_is_left_alone_without_overwrite(capfd):
     before = contents("runs")
     assert main([*SFT, "--out", "runs/first"]) == 2
     assert capfd.readouterr().err == (
-        "rolecall sft: runs/first is not empty; resume it, overwrite it, or choose another run name\n"
+        "rolecall sft: runs/first is not empty; give --resume to go on with it, --overwrite to remove it, or another --out\n"
     )
     # A mistake elsewhere in the call removes nothing either.
     assert main(["sft", "--rows", "nosuch.jsonl", "--out", "runs/first", "--overwrite"]) == 2

@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from config_options import Lora, Model, Optim, RunOptions
 
 from rolecall.config.merge import FLAGS, ConfigError, from_dict, make, resolve, to_dict
+from rolecall.config.rl import RLOptions
 from rolecall.config.sampling import Sampling
 from rolecall.config.show import resolved_yaml
 
@@ -147,3 +149,7 @@ def test_options_stay_frozen_and_checked():
     options = make(RunOptions, MODEL)
     with pytest.raises(ValueError, match="raise it"):
         replace(options, limit=1)
+
+
+def test_a_path_is_text():
+    assert make(RLOptions, {"model": Path("runs/start")}).model == "runs/start"

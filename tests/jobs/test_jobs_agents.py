@@ -205,7 +205,7 @@ def test_play_shows_an_episode_token_by_token(capsys):
         ({"env": ""}, "the environment's name is empty"),
         ({"env": "guessing", "agent.context_tokens": 5000}, "the model's context is 1024"),
         ({"env": "guessing", "algorithm.overlong_buffer": 2}, "agent.max_tokens"),
-        ({"env": "guessing", "algorithm.resample": 2}, "algorithm.resample and remax"),
+        ({"env": "guessing", "algorithm.resample": 2}, "not drawn again"),
         ({"env": "guessing", "replay.share": 0.5, "replay.answers": 2}, "episodes are replayed whole"),
         ({"env": "guessing", "agent.max_turns": 0}, "max_turns and workers must be at least 1"),
         ({"env": "guessing", "agent.max_token": 3}, "max_tokens"),

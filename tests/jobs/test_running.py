@@ -5,12 +5,17 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from rolecall.config.plan import TINY_VOCABULARY, logits_line, ranks_line, vocabulary_of
 from rolecall.config.sft import SFTOptions
-from rolecall.jobs.running import _open, next_free
+from rolecall.jobs.running import Run, _open, next_free, unless_stopped
 from rolecall.policy.tiny import tiny_config
+from rolecall.train.exit_codes import ExitCode
+from rolecall.train.loop import Outcome
 
 SFT = ["-m", "rolecall", "sft", "--rows", "sorting", "--steps", "1", "--batch", "4", "--save.every", "0", "--quiet"]
 
@@ -83,3 +88,20 @@ def test_the_plan_knows_ranks_and_what_logits_take(tmp_path, monkeypatch):
     assert ranks_line(16, "prompts") == "ranks: 1"
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert ranks_line(16, "prompts") == "ranks: 3, each with 5 to 6 of the 16 prompts"
+
+
+@pytest.mark.parametrize(
+    ("code", "raised"), [(ExitCode.INTERRUPTED, KeyboardInterrupt), (ExitCode.TERMINATED, SystemExit)]
+)
+def test_a_script_does_not_go_on_after_a_run_that_was_stopped(code, raised):
+    outcome = Outcome(step=3, exit_code=code, reason="stopped at step 3", best=None, best_step=None)
+    with pytest.raises(raised):
+        unless_stopped(Run(path=Path("runs/x"), outcome=outcome))
+    done = Run(path=Path("runs/x"), outcome=replace(outcome, exit_code=ExitCode.DONE))
+    assert unless_stopped(done) is done
+
+
+def test_from_python_progress_is_seen_where_nobody_set_up_logging(tmp_path):
+    code = "import rolecall; rolecall.sft(rows='sorting', steps=1, batch=2, out='x')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "done after 1 step" in done.stderr

@@ -57,7 +57,7 @@ def test_an_existing_run_is_neither_reused_nor_lost_by_accident(tmp_path):
     with RunDir(tmp_path, "first") as run:
         run.metrics.append({"step": 1})
         (run.path / "notes.txt").write_text("mine")
-    with pytest.raises(RunDirError, match="is not empty; resume it, overwrite it"):
+    with pytest.raises(RunDirError, match="is not empty; give --resume"):
         RunDir(tmp_path, "first")
     with pytest.raises(RunDirError, match="contradict"):
         RunDir(tmp_path, "first", resume=True, overwrite=True)

@@ -3,6 +3,7 @@
 import json
 import sys
 
+from rolecall.cli.train import display
 from rolecall.config.eval import EvalOptions
 from rolecall.jobs.eval import run as evaluate
 from rolecall.visible import visible_text
@@ -10,6 +11,7 @@ from rolecall.visible import visible_text
 
 def run(options: EvalOptions) -> int:
     """Print the numbers, and answers if asked."""
+    display(quiet=options.json)
     found = evaluate(options)
     for prompt, answer, score in list(zip(found.prompts, found.answers, found.scores, strict=True))[: options.show]:
         shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
+from pathlib import PurePath
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -116,7 +117,7 @@ class _Layer:
             elif isinstance(part, Section):
                 self._read_section(part, inner)
             elif part.key not in self.values:
-                self.values[part.key] = inner
+                self.values[part.key] = str(inner) if isinstance(inner, PurePath) else inner
             elif isinstance(self.values[part.key], Mapping) and isinstance(inner, Mapping):
                 self.values[part.key] = {**self.values[part.key], **inner}
             else:

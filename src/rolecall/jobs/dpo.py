@@ -13,7 +13,7 @@ from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.jobs.data import check_named, label, rendered_pairs
 from rolecall.jobs.rl import open_policy
-from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options
+from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, unless_stopped
 from rolecall.jobs.sft import task_evaluator
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.dpo import DPOLearner
@@ -40,7 +40,7 @@ def dpo(
         settings["rows"] = rows if isinstance(rows, str) else label(rows)
     saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
     options = resolve(DPOOptions, [("config.json", saved), ("the call", settings)]).options
-    return run(options, rows=given, progress=progress)
+    return unless_stopped(run(options, rows=given, progress=progress))
 
 
 def run(

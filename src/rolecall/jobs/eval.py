@@ -157,7 +157,7 @@ def _held_out(source: RowsSource, learned: Mapping[str, Any], options: EvalOptio
             "%s learned from all rows of %s: these numbers say nothing about other rows", options.model, source
         )
         return rows, None
-    _log.info("on the rows of %s that %s held out", source, options.model)
+    _log.info("on %d rows of %s that %s held out", min(options.n, len(test)), source, options.model)
     return test, None
 
 

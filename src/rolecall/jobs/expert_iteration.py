@@ -13,7 +13,7 @@ from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.jobs.data import check_prompts, label, open_judge, open_reward, prompt_rows
 from rolecall.jobs.rl import fingerprint, open_policy, sampler
-from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options
+from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, unless_stopped
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.ask import Asker
 from rolecall.recipes.evaluate import Evaluator
@@ -46,11 +46,13 @@ def expert_iteration(
         given["reward"] = tuple(rewards)
     saved = saved_settings(given.get("out")) if given.get("resume") else {}
     options = resolve(ExpertIterationOptions, [("config.json", saved), ("the call", given)]).options
-    return run(
-        options,
-        rows=None if rows is None or isinstance(rows, str) else rows,
-        rewards=rewards or None,
-        progress=progress,
+    return unless_stopped(
+        run(
+            options,
+            rows=None if rows is None or isinstance(rows, str) else rows,
+            rewards=rewards or None,
+            progress=progress,
+        )
     )
 
 

@@ -11,7 +11,7 @@ from rolecall.config.marl import MARLOptions
 from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
-from rolecall.jobs.running import Built, Run, execute, loop_options
+from rolecall.jobs.running import Built, Run, execute, loop_options, unless_stopped
 from rolecall.marl.envs import open_envs
 from rolecall.marl.nets import save_agents
 from rolecall.marl.ppo import ActorCritic
@@ -38,7 +38,7 @@ def marl(*, preset: str | None = None, progress: Progress | None = None, **setti
         raise UserError(f"there is no preset {preset!r}; there are {', '.join(presets)}")
     saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
     layers = [("config.json", saved), ("the preset", presets.get(preset or "", {})), ("the call", settings)]
-    return run(resolve(MARLOptions, layers).options, progress=progress)
+    return unless_stopped(run(resolve(MARLOptions, layers).options, progress=progress))
 
 
 def run(options: MARLOptions, *, progress: Progress | None = None) -> Run:

@@ -28,7 +28,7 @@ from rolecall.jobs.agents import (
     open_envs,
 )
 from rolecall.jobs.data import check_prompts, label, open_judge, open_reward, prompt_rows
-from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, model_directory
+from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, model_directory, unless_stopped
 from rolecall.policy.heads import Critic, RewardModel, ScalarHead
 from rolecall.policy.load import LoadedModel, load
 from rolecall.policy.lora import add_adapter, has_adapter, merged
@@ -85,14 +85,16 @@ def rl(
     if given.get("resume"):
         base = ("config.json", saved_settings(given.get("out")))
     options = resolve(RLOptions, [base, ("the call", given)]).options
-    return run(
-        options,
-        rows=None if rows is None or isinstance(rows, str) else rows,
-        env=None if isinstance(env, str) else env,
-        rewards=rewards or None,
-        advantage=advantage,
-        loss=loss,
-        progress=progress,
+    return unless_stopped(
+        run(
+            options,
+            rows=None if rows is None or isinstance(rows, str) else rows,
+            env=None if isinstance(env, str) else env,
+            rewards=rewards or None,
+            advantage=advantage,
+            loss=loss,
+            progress=progress,
+        )
     )
 
 

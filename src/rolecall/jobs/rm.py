@@ -14,7 +14,7 @@ from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.config.rm import RMOptions
 from rolecall.jobs.data import check_named, label
-from rolecall.jobs.running import Built, Run, execute, loop_options, model_directory
+from rolecall.jobs.running import Built, Run, execute, loop_options, model_directory, unless_stopped
 from rolecall.recipes.reward_model import (
     RewardModelLearner,
     centre,
@@ -48,7 +48,7 @@ def rm(
         settings["rows"] = rows if isinstance(rows, str) else label(rows)
     saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
     options = resolve(RMOptions, [("config.json", saved), ("the call", settings)]).options
-    return run(options, rows=given, progress=progress)
+    return unless_stopped(run(options, rows=given, progress=progress))
 
 
 def run(

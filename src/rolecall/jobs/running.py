@@ -131,7 +131,7 @@ def execute(command: str, options: Any, build: Build, *, progress: Progress | No
     if options.extend:
         options = replace(options, steps=options.steps + options.extend)
     if progress is None:
-        progress = Quiet() if options.quiet else Lines()
+        progress = Quiet() if options.quiet else spoken()
     accelerator = _accelerator(options)
     if not accelerator.is_main_process:
         progress = Quiet()
@@ -147,6 +147,26 @@ def execute(command: str, options: Any, build: Build, *, progress: Progress | No
     accelerator.free_memory()
     gc.collect()  # wrapped models hold the process group, and hang if they outlive it
     accelerator.end_training()
+    return run
+
+
+def spoken() -> Lines:
+    """Lines that are seen: from Python, where nobody has set up logging, they go to stderr."""
+    if not _log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        _log.addHandler(handler)
+        _log.setLevel(logging.INFO)
+    return Lines()
+
+
+def unless_stopped(run: Run) -> Run:
+    """The run, unless Ctrl-C or SIGTERM ended it: then the script ends too, since what follows expects a trained model."""
+    code = run.outcome.exit_code
+    if code == ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt(f"{run.outcome.reason}; go on with out={str(run.path)!r}, resume=True")
+    if code == ExitCode.TERMINATED:
+        raise SystemExit(int(code))
     return run
 
 

@@ -17,7 +17,7 @@ from rolecall.errors import UserError
 from rolecall.jobs.agents import env_source, episode_rows, open_arena, open_envs
 from rolecall.jobs.data import demonstrated, label, open_reward, prompt_rows, rendered_rows
 from rolecall.jobs.rl import open_policy, sampler
-from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options
+from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, unless_stopped
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.episodes import EnvOnly, EpisodeEvaluator
 from rolecall.recipes.evaluate import Evaluator
@@ -44,7 +44,7 @@ def sft(
         settings["rows"] = rows
     saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
     options = resolve(SFTOptions, [("config.json", saved), ("the call", settings)]).options
-    return run(options, rows=None if rows is None or isinstance(rows, str) else rows, progress=progress)
+    return unless_stopped(run(options, rows=None if rows is None or isinstance(rows, str) else rows, progress=progress))
 
 
 def run(

@@ -120,6 +120,8 @@ class Loop:
         """Steps start + 1 to the last, unless something ends the run before."""
         self._saved = start or None
         with StopSignals() as stop:
+            if start >= self.options.steps:
+                return self._end(start, ExitCode.DONE, f"all {start} steps are done already; `--steps +N` adds more")
             self.progress.begin(title, start=start, steps=self.options.steps)
             try:
                 if start == 0 and self.evaluate is not None and self.options.eval_every:
