@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "q.buffer": 10, "q.batch": 4, "q.updates": 2, "q.alpha": 0.6, "q.epsilon_steps": 900, "q.tau": None,
         "q.target_every": 3, "agent.recurrent": True,
     },
-    "mappo": {"ppo.minibatches": 2, "agent.share": False, "ppo.entropy_coef": 0.02},
+    "mappo": {"ppo.minibatches": 2, "agent.share": False, "ppo.entropy_coef": 0.02, "ppo.entropy_end": 0.0},
 }  # fmt: skip
 
 

@@ -77,6 +77,13 @@ def test_a_run_leaves_metrics_evaluations_and_agents(finished, algo):
     assert agents.shape.recurrent == (algo == "qmix")
 
 
+def test_the_entropy_bonus_fades(finished):
+    """From 0.02 to 0 over eight steps, read back from the loss and its terms."""
+    steps = [line for line in lines(finished / "mappo") if "loss" in line]
+    weights = [(line["loss/policy"] + 0.5 * line["loss/value"] - line["loss"]) / line["loss/entropy"] for line in steps]
+    assert weights == pytest.approx([0.02 * (1 - i / 7) for i in range(8)], abs=1e-6)
+
+
 def test_every_number_of_a_run_is_documented(finished):
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     section = page.split("## Multi-agent")[1].split("\n## ")[0]

@@ -44,6 +44,32 @@ class Parallel:
         pass
 
 
+class Masked(Parallel):
+    """Observations with an action mask inside: what was done last may not be done again."""
+
+    def observation_space(self, agent):
+        return spaces.Dict({"observation": super().observation_space(agent), "action_mask": spaces.MultiBinary(3)})
+
+    def see(self):
+        last = getattr(self, "last", {})
+        return {
+            agent: {
+                "observation": np.zeros(2 if agent == "ann" else 3, np.float32),
+                "action_mask": np.array([a != last.get(agent) for a in range(3 if agent == "ann" else 2)], np.int8),
+            }
+            for agent in self.agents
+        }
+
+    def reset(self, seed=None, options=None):
+        self.last = {}
+        return super().reset(seed)
+
+    def step(self, actions):
+        assert all(self.last.get(agent) != action for agent, action in actions.items())
+        self.last = dict(actions)
+        return super().step(actions)
+
+
 class ComeAndGo(Parallel):
     """Ann leaves after step 1, is back for step 3; bob dies at step 3 (his last choice)."""
 
@@ -86,6 +112,12 @@ class NotFinite(NeverEnds):
         return (seen + np.nan if self.luck == 0 and self.t == 2 else seen), *rest
 
 
+class RewardNotFinite(NeverEnds):
+    def step(self, action):
+        seen, paid, *rest = super().step(action)
+        return seen, (np.inf if self.luck == 0 and self.t == 2 else paid), *rest
+
+
 class NoAction(NeverEnds):
     def step(self, action):
         found = super().step(action)
@@ -123,7 +155,9 @@ come_and_go = ComeAndGo
 never_ends = NeverEnds
 raises = Raises
 not_finite = NotFinite
+reward_not_finite = RewardNotFinite
 no_action = NoAction
+masked = Masked
 hangs = Hangs
 crashes = Crashes
 truncates = Truncates

@@ -160,6 +160,55 @@ def test_before_the_first_update_the_ratio_is_one(shape, view):
     assert float(found.terms["policy"].detach()) == pytest.approx(0, abs=1e-9), "whitened advantages have mean 0"
 
 
+@pytest.mark.parametrize("view", ["own", "state"])
+@pytest.mark.parametrize("shape", [{}, {"recurrent": True}])
+def test_ppos_loss_against_a_loop(shape, view):
+    """After the policy has moved: GAE backwards in time, ratio and value clipped, agent by agent and step by step."""
+    module, gamma, lam = actor_critic(view, **shape), 0.9, 0.8
+    lengths, ends = [3, 6], ["end", "cut"]
+    batch = doubled(recorded(lengths, ends, time=9))
+    batch.avail_actions[1, 2, 0, 1] = False
+    batch.actions[1, 2, 0] = 2
+    steps, _ = prepare(module, None, batch, gamma=gamma, lam=lam)
+
+    def said():
+        with torch.no_grad():
+            scores = available(action_scores(module.agents, batch), batch.avail_actions).log_softmax(-1)
+            return scores, module.critic(module.critic_inputs(batch))
+
+    old, old_values = said()
+    with torch.no_grad():
+        for i, parameter in enumerate(module.parameters()):
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)).double())
+    new, values = said()
+
+    rows = []
+    for b, (length, how) in enumerate(zip(lengths, ends, strict=True)):
+        for a in range(2):
+            behind, advantage = (float(old_values[b, length, a]) if how == "cut" else 0.0), 0.0
+            for t in reversed(range(length)):
+                value = float(old_values[b, t, a])
+                advantage = float(batch.reward[b, t, 0]) + gamma * behind - value + gamma * lam * advantage
+                behind = value
+                rows.append((b, t, a, advantage))
+    raw = torch.tensor([row[3] for row in rows], dtype=torch.float64)
+    white = (raw - raw.mean()) / raw.std(correction=0)
+    policy = value_loss = bonus = 0.0
+    for (b, t, a, own), advantage in zip(rows, white.tolist(), strict=True):
+        action = int(batch.actions[b, t, a])
+        ratio = float((new[b, t, a, action] - old[b, t, a, action]).exp())
+        policy += max(-advantage * ratio, -advantage * min(max(ratio, 0.8), 1.2)) / len(rows)
+        before, now = float(old_values[b, t, a]), float(values[b, t, a])
+        goal = own + before
+        value_loss += 0.5 * max((now - goal) ** 2, (min(max(now, before - 0.2), before + 0.2) - goal) ** 2) / len(rows)
+        bonus -= float((new[b, t, a].exp() * new[b, t, a]).nan_to_num().sum()) / len(rows)
+    found = ppo_loss(module, steps, **PPO)
+    assert {name: float(term.detach()) for name, term in found.terms.items()} == pytest.approx(
+        {"policy": policy, "value": value_loss, "entropy": bonus}, rel=1e-6
+    )
+    assert float(found.loss.detach()) == pytest.approx(policy + 0.5 * value_loss - 0.01 * bonus, rel=1e-6)
+
+
 @pytest.mark.parametrize("shape", [{}, {"recurrent": True}])
 def test_padding_and_order_change_no_gradient_of_ppo(shape):
     module = actor_critic(**shape)

@@ -84,6 +84,7 @@ def test_an_end_and_an_own_limit_are_told_apart():
     [
         ("odd_envs:raises", "it raised RuntimeError: the board fell down"),
         ("odd_envs:not_finite", "its observation is not finite"),
+        ("odd_envs:reward_not_finite", "its reward is not finite"),
     ],
 )
 def test_a_broken_episode_is_discarded_and_counted(name, why):
@@ -112,6 +113,14 @@ def test_a_round_in_which_all_break_stops_with_the_reason():
 def test_an_action_mask_of_zeros_is_an_error_by_name():
     with pytest.raises(EnvError, match=r"odd_envs:no_action: agent may do nothing at step 2 \(its action mask is all"):
         played("odd_envs:no_action")
+
+
+def test_an_action_mask_inside_the_observation_is_kept_to():
+    """The environment asserts it; bob has two actions and so, from the second step on, no choice."""
+    found = played("odd_envs:masked", 4)
+    assert not found.faults
+    assert found.episodes.avail_actions[:, 1:5].sum(-1).unique(dim=0).tolist() == [[[2, 1]] * 4]
+    assert found.episodes.roles[0].T.tolist() == [[C] * 5 + [E], [C] + [N] * 4 + [E]]
 
 
 def test_agents_that_come_and_go_have_no_choice_meanwhile():
@@ -148,3 +157,6 @@ def test_choices_have_the_chances_they_should():
     np.testing.assert_allclose(drawn, [0.5, 0.2, 0, 0.3], atol=0.015)
     drawn = np.bincount(choose(scores, avail, rng, how="epsilon", epsilon=0.3)[:, 0], minlength=4) / 20_000
     np.testing.assert_allclose(drawn, [0.8, 0.1, 0, 0.1], atol=0.015)
+    warm = choose(scores, avail, rng, how="epsilon", epsilon=0.3, temperature=0.5)  # the squares: 25, 4 and 9 of 38
+    drawn = np.bincount(warm[:, 0], minlength=4) / 20_000
+    np.testing.assert_allclose(drawn, [0.1 + 0.7 * n / 38 if n else 0 for n in (25, 4, 0, 9)], atol=0.015)

@@ -50,6 +50,9 @@ class QOptions:
     """Share of random choices in the end."""
     epsilon_steps: int = 100_000
     """Environment steps over which it falls."""
+    temperature: float = 0.0
+    """Draw choices that are not random from softmax(Q / temperature), Q in the unit of the scaled rewards, so that what
+    is nearly as good is tried too; 0 takes the best."""
     alpha: float = 0.6
     """Draw episodes in proportion to their error to this power; 0 draws them evenly."""
     beta: float = 0.4
@@ -67,6 +70,8 @@ class QOptions:
                 f"q.batch, q.updates and q.target_every must be at least 1 and q.buffer at least q.batch, got "
                 f"{self.batch}, {self.updates}, {self.target_every} and {self.buffer}"
             )
+        if self.temperature < 0:
+            raise ValueError(f"q.temperature is 0 or more, got {self.temperature}")
         if not 0 <= self.epsilon_end <= self.epsilon_start <= 1:
             raise ValueError(
                 f"q.epsilon falls from epsilon_start to epsilon_end within 0 to 1, got {self.epsilon_start} and "
@@ -99,6 +104,8 @@ class PPOOptions:
     """Weight of the value loss."""
     entropy_coef: float = 0.01
     """Weight of the entropy bonus."""
+    entropy_end: float | None = None
+    """Weight of the entropy bonus at the last step, to which it moves in a straight line; None keeps it."""
     value_norm: bool = True
     """The critic learns returns scaled by their running mean and standard deviation."""
 
@@ -109,6 +116,11 @@ class PPOOptions:
             raise ValueError(
                 f"ppo.epochs and ppo.minibatches must be at least 1, got {self.epochs}, {self.minibatches}"
             )
+
+    def entropy(self, done: float) -> float:
+        """The weight of the entropy bonus when this share of the run is done, 0 to 1."""
+        end = self.entropy_coef if self.entropy_end is None else self.entropy_end
+        return self.entropy_coef + done * (end - self.entropy_coef)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,6 @@ from rolecall.marl.nets import Agents, AgentShape, Critic
 from rolecall.marl.ppo import ActorCritic, ppo_loss, prepare
 from rolecall.marl.q_learning import QNetworks, follow, q_loss
 from rolecall.marl.runner import Round, Runner
-from rolecall.train.metrics import Meter
 from rolecall.train.optim import lr_factor, set_lr
 from rolecall.train.step import Updater
 
@@ -76,7 +75,8 @@ class _Marl:
         self.options, self.updater, self.agents, self.watch = options, updater, agents, watch
         self.runner = Runner(envs, rewards=options.rewards, seed=options.seed)
         self.env_steps = self.episodes = self.broken = 0
-        self._meter = Meter()
+        self._noted: dict[str, list[torch.Tensor]] = {}
+        self._steps = self._skipped = 0
         self._metrics: dict[str, float] = {}
 
     def _play(self, step: int, actor: Actor) -> Round:
@@ -85,7 +85,7 @@ class _Marl:
         self.env_steps += int(found.episodes.lengths.sum())
         self.episodes += len(found.episodes)
         self.broken += sum(found.faults.values())
-        self._meter = Meter()
+        self._noted, self._steps, self._skipped = {}, 0, 0
         self._metrics = {**describe(found), "env_steps": float(self.env_steps), "broken": float(self.broken)}
         self.watch(step, found)
         return found
@@ -102,15 +102,20 @@ class _Marl:
         norm, finite = self.updater.descend(
             [torch.zeros(0, dtype=torch.long)], backward, lambda: bool(torch.isfinite(total))
         )
-        self._meter.mean("loss", total.detach()[None])
-        self._meter.mean("grad_norm", torch.tensor([norm]))
-        self._meter.total("skipped", float(not finite))
-        self._meter.total("optimizer_steps", 1.0)
+        self._note({"loss": total.detach(), "grad_norm": torch.tensor(norm)})
+        self._steps, self._skipped = self._steps + 1, self._skipped + int(not finite)
+
+    def _note(self, numbers: Mapping[str, torch.Tensor]) -> None:
+        """Numbers of one optimiser step; the mean over a step's goes into its metrics."""
+        for name, number in numbers.items():
+            self._noted.setdefault(name, []).append(number)
 
     def metrics(self) -> dict[str, float]:
         """The numbers of the last step."""
         rate = float(self.updater.optimizer.param_groups[0]["lr"])
-        return {**self._metrics, **self._meter.result(), "learning_rate": rate}
+        means = {name: float(torch.stack(numbers).double().mean()) for name, numbers in self._noted.items()}
+        counts = {"optimizer_steps": float(self._steps), "skipped": float(self._skipped)}
+        return {**self._metrics, **means, **counts, "learning_rate": rate}
 
     def evaluate(self, envs: Envs) -> dict[str, float]:
         """Mean return and length of episodes without exploration, with the same seeds every time."""
@@ -148,8 +153,8 @@ class QLearner(_Marl):
 
     def collect(self, step: int) -> Round:
         """A round of episodes with random choices mixed in."""
-        epsilon = self.options.q.epsilon(self.env_steps)
-        found = self._play(step, Actor(self.agents, how="epsilon", epsilon=epsilon))
+        epsilon, temperature = self.options.q.epsilon(self.env_steps), self.options.q.temperature
+        found = self._play(step, Actor(self.agents, how="epsilon", epsilon=epsilon, temperature=temperature))
         self._metrics["epsilon"] = epsilon
         return found
 
@@ -175,9 +180,7 @@ class QLearner(_Marl):
                 )
                 if o.alpha:
                     self.buffer.set_priorities(drawn.index, found.errors)
-                self._meter.mean("q/taken", found.q[None])
-                self._meter.mean("q/target", found.target[None])
-                self._meter.mean("q/error", found.errors)
+                self._note({"q/taken": found.q, "q/target": found.target, "q/error": found.errors.mean()})
                 return found.loss
 
             self._descend(loss)
@@ -228,6 +231,7 @@ class PPOLearner(_Marl):
         o = self.options.ppo
         steps, measured = prepare(self.module, self.moments, found.episodes, gamma=o.gamma, lam=o.lam)
         self._metrics.update(measured)
+        entropy_coef = o.entropy(self._step / max(1, self.options.steps - 1))
         rng = np.random.default_rng([self.options.seed, 2, self._step])
         for _ in range(o.epochs):
             order = torch.from_numpy(rng.permutation(len(steps))) if o.minibatches > 1 else None
@@ -241,12 +245,10 @@ class PPOLearner(_Marl):
                         clip=o.clip,
                         clip_value=o.value_clip,
                         vf_coef=o.vf_coef,
-                        entropy_coef=o.entropy_coef,
+                        entropy_coef=entropy_coef,
                     )
-                    for name, value in found.terms.items():
-                        self._meter.mean(f"loss/{name}", value[None])
-                    for name, value in found.measured.items():
-                        self._meter.mean(name, value[None])
+                    self._note({f"loss/{name}": term.detach() for name, term in found.terms.items()})
+                    self._note(found.measured)
                     return found.loss
 
                 self._descend(loss)
