@@ -67,7 +67,14 @@ class Task:
 SOLVE = {"eval.every": 25, "eval.episodes": 128, "eval.stop_at": 0.975, "optim.schedule": "linear"}
 PPO_LBF = {"agent.hidden": 128, "optim.lr": 1e-3, "ppo.gamma": 0.97, "ppo.minibatches": 8, "ppo.entropy_end": 0.0}
 """Many small optimiser steps, and less and less chance in what agents do."""
-Q_LBF = {"agent.hidden": 128, "optim.lr": 1e-3, "q.gamma": 0.85, "q.batch": 8, "q.updates": 32}
+Q_LBF = {
+    "agent.hidden": 128,
+    "optim.lr": 1e-3,
+    "q.gamma": 0.8,
+    "q.batch": 8,
+    "q.updates": 32,
+    "q.epsilon_steps": 150_000,
+}
 """A small discount: what a wasted step costs must be more than the error of a value."""
 SMALL = {"steps": 150, "q.buffer": 500, "q.updates": 4, "q.epsilon_steps": 40_000}
 """Q-learning of a matrix game needs less of everything."""
@@ -78,7 +85,10 @@ TASKS = (
         env="climbing",
         algos=ALGOS,
         settings=GAME,
-        more={"ppo": {"steps": 120}, "q": SMALL},
+        more={
+            "ppo": {"steps": 160, "ppo.entropy_coef": 0.1, "ppo.entropy_end": 0.0},
+            "q": {**SMALL, "steps": 400, "q.epsilon_steps": 100_000, "optim.schedule": "linear"},
+        },
         goal=175,
         best="275 together, 175 without luck, 125 is the safe trap",
     ),
@@ -92,7 +102,7 @@ TASKS = (
             goal=250 if k == 0 else 50,
             best="250" if k == 0 else "250 for the two risky agreements, 50 for the safe one",
         )
-        for k in (0, -25, -100)
+        for k in (0, -100)
     ),
     Task(
         title="LBF 8x8-2p-2f-coop",

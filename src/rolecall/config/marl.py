@@ -61,6 +61,8 @@ class QOptions:
     """Divide rewards by their running standard deviation, without a shift, which would change what is best."""
     embed: int = 32
     """qmix: width of the mixing network."""
+    hyper: int = 64
+    """qmix: width of the networks that make the mixing network's weights from the state."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
@@ -70,6 +72,8 @@ class QOptions:
                 f"q.batch, q.updates and q.target_every must be at least 1 and q.buffer at least q.batch, got "
                 f"{self.batch}, {self.updates}, {self.target_every} and {self.buffer}"
             )
+        if self.embed < 1 or self.hyper < 1:
+            raise ValueError(f"q.embed and q.hyper must be at least 1, got {self.embed} and {self.hyper}")
         if self.temperature < 0:
             raise ValueError(f"q.temperature is 0 or more, got {self.temperature}")
         if not 0 <= self.epsilon_end <= self.epsilon_start <= 1:

@@ -54,9 +54,8 @@ def networks(options: MARLOptions, spec: EnvSpec) -> QNetworks | ActorCritic:
         return ActorCritic(agents, critic, view="own" if options.algo == "ippo" else "state")
     mixer: nn.Module | None = SumMixer() if options.algo == "vdn" else None
     if options.algo == "qmix":
-        mixer = MonotonicMixer(
-            count, spec.joint_state_size, embed=options.q.embed, hidden=hidden, seed=options.seed + 1
-        )
+        q = options.q
+        mixer = MonotonicMixer(count, spec.joint_state_size, embed=q.embed, hidden=q.hyper, seed=options.seed + 1)
     return QNetworks(agents, mixer)
 
 
