@@ -56,11 +56,11 @@ format: $(STAMPS)/dev  ## put the code into its form
 demo: $(STAMPS)/dev  ## SFT, a reward model, PPO and GRPO on the built-in model
 	$(BIN)/rolecall demo
 
-bench: $(STAMPS)/dev  ## the benchmarks, each with its ratio
+bench: $(STAMPS)/dev  ## docs/performance.md anew, against TRL, transformers and vLLM; then the smaller benchmarks
+	$(BIN)/python benchmarks/performance.py
 	$(BIN)/python benchmarks/front_door.py
 	$(BIN)/python benchmarks/gae.py
 	$(BIN)/python benchmarks/logprobs.py
-	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/marl.py
 	$(BIN)/python benchmarks/store.py
 

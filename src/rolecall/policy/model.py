@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from rolecall.policy.logprobs import Head, exact_token_kl, fused_loss, token_logprobs
+from rolecall.policy.head_ops import Head
+from rolecall.policy.logprobs import exact_token_kl, fused_loss, token_logprobs
 from rolecall.policy.trunk import Trunk
 
 
