@@ -16,7 +16,7 @@ def main(s):
         max_model_len=512,
         max_num_seqs=s["rows"],
         enable_prefix_caching=False,
-        gpu_memory_utilization=0.3,  # of the machine's memory, which others use too
+        gpu_memory_utilization=0.2,  # of the machine's memory, which others use too
     )
     how = SamplingParams(temperature=1.0, top_k=-1, top_p=1.0, max_tokens=s["new"], ignore_eos=True, logprobs=0)
     take_turn()

@@ -8,6 +8,7 @@ imported by all of them and needs nothing but Python.
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -54,7 +55,13 @@ class Side:
         begun = time.perf_counter()
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment()
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment(),
+                start_new_session=True,
             )
         self._report()
         self.start_seconds = time.perf_counter() - begun
@@ -69,8 +76,8 @@ class Side:
         return {**found, "seconds": time.perf_counter() - begun}
 
     def close(self) -> None:
-        """End the program."""
-        self._process.kill()
+        """End the program and all that it started."""
+        os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _report(self) -> dict[str, Any]:

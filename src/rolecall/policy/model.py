@@ -38,7 +38,7 @@ class PolicyModel(nn.Module):
     """A causal language model with an optional critic, either a head on its trunk or a model of its own."""
 
     def __init__(self, model: Any, *, value_head: nn.Module | None = None, critic: nn.Module | None = None) -> None:
-        """`value_head` maps the trunk's hidden states to values; `critic(ids)` gives values aligned with tokens itself."""
+        """`value_head` maps the trunk's hidden states to values; `critic(ids, asked)` gives the values of the asked tokens itself."""
         super().__init__()
         if value_head is not None and critic is not None:
             raise ValueError("give a value head on the shared trunk or a separate critic, not both")
@@ -138,7 +138,7 @@ class PolicyModel(nn.Module):
         if self.value_head is not None:
             return _wide(self.value_head(picked).flatten())
         if self.critic is not None:
-            return _wide(self.critic(ids)[:, 1:][asked])
+            return _wide(self.critic(ids, asked))
         return None
 
 
