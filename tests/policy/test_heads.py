@@ -196,5 +196,5 @@ def test_asked_values_are_those_of_the_whole_and_so_are_their_gradients():
     (whole, gradients), (some, others) = found
     torch.testing.assert_close(some, whole)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(others[name], gradient, rtol=1e-3, atol=1e-5)
     assert critic._reader.is_flat, "and they are read without the padded forward pass"
