@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import results_smollm2 as smollm2
 from results_draw import Line, chart
 from results_runs import ANSWERS, DEMONSTRATIONS, HELD_OUT, LR, STEPS, Place, greedy, is_done
-from results_smollm2 import CHOSEN, SHOWN
 
 from rolecall.config.rl_presets import PRESETS
 
@@ -300,26 +300,51 @@ def dpo_row(place: Place, done: Sequence[int]) -> list[str]:
 
 
 def smollm2_section(place: Place, docs: Path, missing: list[str]) -> list[str]:
-    """The survey and the run."""
-    path, folder = place.root / "smollm2" / "rl-seed-0", place.root / "smollm2"
+    """The survey, the commands, the curve."""
+    folder = place.root / "smollm2"
+    runs = curves(place, "smollm2", "rl")
     out = ["## SmolLM2-135M-Instruct on reasoning-gym", ""]
-    if not (folder / "survey.json").is_file() or not (path / "held_out.json").is_file():
+    if not (folder / "survey.json").is_file() or not runs:
         missing.append("smollm2")
         return [*out, "Not run yet.", ""]
     survey = json.loads((folder / "survey.json").read_text())
-    rows = [[f"`{name}`", f"{share:.0%}", "chosen" if name == CHOSEN else ""] for name, share in survey.items()]
-    out += [f"After SFT on {SHOWN} demonstrations, 64 problems of the training split each:", ""]
-    out += [*table(["task", "right", ""], rows), ""]
-    held, run = json.loads((path / "held_out.json").read_text()), read(path)
-    rewards = [m["reward"] for m in run.metrics]
-    line = [(float(i + 1), r, r, r) for i, r in enumerate(rewards)]
-    save(docs / "results" / "smollm2.svg", chart({"GRPO": line}, title="mean reward of the step's answers", x="steps"))
+    shown = smollm2.SFT["steps"] * smollm2.SFT["batch"]
     out += [
-        f"GRPO, {len(rewards)} steps of 64 answers, {run.seconds[-1] / 60:.0f} minutes: from {held['start']:.1%} to "
-        f"{held['end']:.1%} of {held['problems']} held-out problems ({held['end'] - held['start']:+.1%}), one seed. "
-        "`python benchmarks/results.py --only smollm2`",
+        f"As it comes the model talks instead of answering. After SFT on {shown} demonstrations, each seen once, "
+        f"{smollm2.PROBLEMS} problems of the training split of each task; `pass@8` is the share of problems that one of 8 "
+        "sampled answers gets right:",
         "",
-        "![Reward by step](results/smollm2.svg)",
+    ]
+    rows = [
+        [
+            f"`{name}`",
+            *(f"{found[key]:.0%}" for key in ("accuracy", "avg@8", "pass@8")),
+            "chosen" if name == smollm2.CHOSEN else "",
+        ]
+        for name, found in survey.items()
+    ]
+    out += [*table(["task", "right, greedy", "right, sampled", "pass@8", ""], rows), ""]
+    line = {"held-out problems right, greedy": band(runs), "mean reward of the step's answers, sampled": rewards(runs)}
+    save(docs / "results" / "smollm2.svg", chart(line, title=f"GRPO on {smollm2.CHOSEN.split(':')[1]}", x="steps"))
+    gains = [run.end - run.start for run in runs]
+    out += [
+        f"GRPO from there, {seeds(runs)}: from **{spread([r.start for r in runs])}** to "
+        f"**{spread([r.end for r in runs])}** of {smollm2.HELD_OUT} held-out problems, greedily "
+        f"({100 * statistics.mean(gains):+.1f} points), in {len(runs[0].seconds)} steps of "
+        f"{smollm2.RL['prompts']} prompts x {smollm2.RL['samples']} answers and "
+        f"{spread([r.seconds[-1] / 60 for r in runs], '.0f')} minutes without evaluations.",
+        "",
+        *table(["step", *(str(e["step"]) for e in runs[0].evaluations)], curve_rows(runs)),
+        "",
+        "![Held-out accuracy and reward by step](results/smollm2.svg)",
+        "",
+        smollm2.CHOICE,
+        "",
+        "The same by hand:",
+        "",
+        "```bash",
+        *smollm2.commands(),
+        "```",
         "",
     ]
     return out
@@ -353,6 +378,23 @@ def band(runs: Sequence[Curve], key: str = "eval_accuracy") -> Line:
         for e in run.evaluations:
             by_step.setdefault(e["step"], []).append(e[key])
     return [(float(step), statistics.mean(v), min(v), max(v)) for step, v in sorted(by_step.items())]
+
+
+def rewards(runs: Sequence[Curve]) -> Line:
+    """Mean, lowest and highest training reward by step."""
+    by_step = zip(*([m["reward"] for m in run.metrics] for run in runs), strict=False)
+    return [(float(step), statistics.mean(v), min(v), max(v)) for step, v in enumerate(by_step, start=1)]
+
+
+def curve_rows(runs: Sequence[Curve]) -> list[list[str]]:
+    """Held-out accuracy by step, a row per run."""
+    return [[f"seed {seed_of(run)}", *(f"{e['eval_accuracy']:.1%}" for e in run.evaluations)] for run in runs]
+
+
+def seed_of(run: Curve) -> int:
+    """A run's seed."""
+    seed: int = json.loads((run.path / "config.json").read_text())["seed"]
+    return seed
 
 
 def spread(values: Sequence[float], form: str = ".1%") -> str:
