@@ -1,5 +1,6 @@
 """docs/results.md, its pictures, and the last section of every page of docs/algorithms, from finished runs."""
 
+import itertools
 import json
 import os
 import platform
@@ -310,9 +311,8 @@ def smollm2_section(place: Place, docs: Path, missing: list[str]) -> list[str]:
     survey = json.loads((folder / "survey.json").read_text())
     shown = smollm2.SFT["steps"] * smollm2.SFT["batch"]
     out += [
-        f"As it comes the model talks instead of answering. After SFT on {shown} demonstrations, each seen once, "
-        f"{smollm2.PROBLEMS} problems of the training split of each task; `pass@8` is the share of problems that one of 8 "
-        "sampled answers gets right:",
+        f"As it comes the model talks instead of answering. After SFT on {shown} demonstrations, each seen once, on "
+        f"{smollm2.PROBLEMS} problems of the training split of each task\n(`pass@8`: one of 8 sampled answers is right):",
         "",
     ]
     rows = [
@@ -332,7 +332,8 @@ def smollm2_section(place: Place, docs: Path, missing: list[str]) -> list[str]:
         f"**{spread([r.end for r in runs])}** of {smollm2.HELD_OUT} held-out problems, greedily "
         f"({100 * statistics.mean(gains):+.1f} points), in {len(runs[0].seconds)} steps of "
         f"{smollm2.RL['prompts']} prompts x {smollm2.RL['samples']} answers and "
-        f"{spread([r.seconds[-1] / 60 for r in runs], '.0f')} minutes without evaluations.",
+        f"{spread([r.seconds[-1] / 60 for r in runs], '.0f')} minutes without evaluations (a step takes "
+        f"{spread([statistics.median(steps_of(r)) for r in runs], '.0f')} s in the median).",
         "",
         *table(["step", *(str(e["step"]) for e in runs[0].evaluations)], curve_rows(runs)),
         "",
@@ -389,6 +390,11 @@ def rewards(runs: Sequence[Curve]) -> Line:
 def curve_rows(runs: Sequence[Curve]) -> list[list[str]]:
     """Held-out accuracy by step, a row per run."""
     return [[f"seed {seed_of(run)}", *(f"{e['eval_accuracy']:.1%}" for e in run.evaluations)] for run in runs]
+
+
+def steps_of(run: Curve) -> list[float]:
+    """Seconds of each step."""
+    return [after - before for before, after in itertools.pairwise([0.0, *run.seconds])]
 
 
 def seed_of(run: Curve) -> int:
