@@ -1,79 +1,23 @@
 """docs/results.md, its pictures, and the last section of every page of docs/algorithms, from finished runs."""
 
-import itertools
 import json
 import os
 import platform
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import results_smollm2 as smollm2
+from results_curves import SEEDS, Curve, band, curves, save, seeds, spread, table
 from results_draw import Line, chart
 from results_runs import ANSWERS, DEMONSTRATIONS, HELD_OUT, LR, STEPS, Place, greedy, is_done
+from results_smollm2_page import smollm2_section
 
 from rolecall.config.rl_presets import PRESETS
 
-SEEDS = (0, 1, 2)
 LIMIT = 180.0
 """Seconds of RL in which PPO, GRPO and RLOO shall get there."""
 GOAL = 0.9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """A run's held-out accuracy over its steps."""
-
-    path: Path
-    evaluations: Sequence[dict[str, Any]]
-    metrics: Sequence[dict[str, Any]]
-    seconds: Sequence[float]
-    """RL seconds spent after each step: sampling, scoring and updating, without evaluations and saving."""
-
-    @property
-    def start(self) -> float:
-        """Before the first step."""
-        return self.evaluations[0]["eval_accuracy"]
-
-    @property
-    def end(self) -> float:
-        """After the last step."""
-        return self.evaluations[-1]["eval_accuracy"]
-
-    def time_to(self, goal: float) -> float | None:
-        """RL seconds until an evaluation first reached it."""
-        for e in self.evaluations:
-            if e["eval_accuracy"] >= goal and e["step"]:
-                return self.seconds[e["step"] - 1]
-        return None
-
-    def within(self, limit: float) -> float:
-        """The last accuracy that was measured within so many seconds of RL."""
-        done = [e for e in self.evaluations if not e["step"] or self.seconds[e["step"] - 1] <= limit]
-        return done[-1]["eval_accuracy"]
-
-
-def read(path: Path) -> Curve:
-    """A finished run."""
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    total, seconds = 0.0, []
-    for line in (path / "timing.jsonl").read_text().splitlines():
-        total += json.loads(line)["step_time"]
-        seconds.append(total)
-    return Curve(
-        path=path,
-        evaluations=[line for line in lines if "eval_accuracy" in line],
-        metrics=[line for line in lines if "loss" in line],
-        seconds=seconds,
-    )
-
-
-def curves(place: Place, folder: str, name: str) -> list[Curve]:
-    """The finished runs of a name, a seed each."""
-    paths = [place.root / folder / f"{name}-seed-{seed}" for seed in SEEDS]
-    return [read(path) for path in paths if is_done(path)]
 
 
 def write(place: Place, docs: Path) -> list[str]:
@@ -300,57 +244,6 @@ def dpo_row(place: Place, done: Sequence[int]) -> list[str]:
     return ["DPO on the same pairs", spread(gold), spread(score, ".2f"), "sees no reward model"]
 
 
-def smollm2_section(place: Place, docs: Path, missing: list[str]) -> list[str]:
-    """The survey, the commands, the curve."""
-    folder = place.root / "smollm2"
-    runs = curves(place, "smollm2", "rl")
-    out = ["## SmolLM2-135M-Instruct on reasoning-gym", ""]
-    if not (folder / "survey.json").is_file() or not runs:
-        missing.append("smollm2")
-        return [*out, "Not run yet.", ""]
-    survey = json.loads((folder / "survey.json").read_text())
-    shown = smollm2.SFT["steps"] * smollm2.SFT["batch"]
-    out += [
-        f"As it comes the model talks instead of answering. After SFT on {shown} demonstrations, each seen once, on "
-        f"{smollm2.PROBLEMS} problems of the training split of each task\n(`pass@8`: one of 8 sampled answers is right):",
-        "",
-    ]
-    rows = [
-        [
-            f"`{name}`",
-            *(f"{found[key]:.0%}" for key in ("accuracy", "avg@8", "pass@8")),
-            "chosen" if name == smollm2.CHOSEN else "",
-        ]
-        for name, found in survey.items()
-    ]
-    out += [*table(["task", "right, greedy", "right, sampled", "pass@8", ""], rows), ""]
-    line = {"held-out problems right, greedy": band(runs), "mean reward of the step's answers, sampled": rewards(runs)}
-    save(docs / "results" / "smollm2.svg", chart(line, title=f"GRPO on {smollm2.CHOSEN.split(':')[1]}", x="steps"))
-    gains = [run.end - run.start for run in runs]
-    out += [
-        f"GRPO from there, {seeds(runs)}: from **{spread([r.start for r in runs])}** to "
-        f"**{spread([r.end for r in runs])}** of {smollm2.HELD_OUT} held-out problems, greedily "
-        f"({100 * statistics.mean(gains):+.1f} points), in {len(runs[0].seconds)} steps of "
-        f"{smollm2.RL['prompts']} prompts x {smollm2.RL['samples']} answers and "
-        f"{spread([r.seconds[-1] / 60 for r in runs], '.0f')} minutes without evaluations (a step takes "
-        f"{spread([statistics.median(steps_of(r)) for r in runs], '.0f')} s in the median).",
-        "",
-        *table(["step", *(str(e["step"]) for e in runs[0].evaluations)], curve_rows(runs)),
-        "",
-        "![Held-out accuracy and reward by step](results/smollm2.svg)",
-        "",
-        smollm2.CHOICE,
-        "",
-        "The same by hand:",
-        "",
-        "```bash",
-        *smollm2.commands(),
-        "```",
-        "",
-    ]
-    return out
-
-
 # -- pieces ----------------------------------------------------------------------------------------------------------------
 
 
@@ -372,55 +265,6 @@ def answers_of(run: Curve) -> float:
     return asked * (config["samples"] + (config["algorithm"]["name"] == "remax"))
 
 
-def band(runs: Sequence[Curve], key: str = "eval_accuracy") -> Line:
-    """Mean, lowest and highest by step."""
-    by_step: dict[int, list[float]] = {}
-    for run in runs:
-        for e in run.evaluations:
-            by_step.setdefault(e["step"], []).append(e[key])
-    return [(float(step), statistics.mean(v), min(v), max(v)) for step, v in sorted(by_step.items())]
-
-
-def rewards(runs: Sequence[Curve]) -> Line:
-    """Mean, lowest and highest training reward by step."""
-    by_step = zip(*([m["reward"] for m in run.metrics] for run in runs), strict=False)
-    return [(float(step), statistics.mean(v), min(v), max(v)) for step, v in enumerate(by_step, start=1)]
-
-
-def curve_rows(runs: Sequence[Curve]) -> list[list[str]]:
-    """Held-out accuracy by step, a row per run."""
-    return [[f"seed {seed_of(run)}", *(f"{e['eval_accuracy']:.1%}" for e in run.evaluations)] for run in runs]
-
-
-def steps_of(run: Curve) -> list[float]:
-    """Seconds of each step."""
-    return [after - before for before, after in itertools.pairwise([0.0, *run.seconds])]
-
-
-def seed_of(run: Curve) -> int:
-    """A run's seed."""
-    seed: int = json.loads((run.path / "config.json").read_text())["seed"]
-    return seed
-
-
-def spread(values: Sequence[float], form: str = ".1%") -> str:
-    """Mean [lowest, highest]; of one value, that one."""
-    if not values:
-        return "–"
-    mean = f"{statistics.mean(values):{form}}"
-    return mean if len(values) == 1 else f"{mean} [{min(values):{form}}, {max(values):{form}}]"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """As Markdown."""
-    return ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(row) + " |" for row in rows)]
-
-
-def seeds(runs: Sequence[Any]) -> str:
-    """How many, in words."""
-    return "one seed" if len(runs) == 1 else f"{len(runs)} seeds"
-
-
 def missing_of(experiment: str, found: dict[str, Any]) -> list[str]:
     """Names without a finished run."""
     return [f"{experiment}/{name}" for name, runs in found.items() if not runs]
@@ -431,12 +275,6 @@ def measured(page: Path, text: str) -> None:
     if page.is_file():
         before, _, _ = page.read_text().partition("\n## Measured\n")
         page.write_text(f"{before}\n## Measured\n\n{text}\n")
-
-
-def save(path: Path, text: str) -> None:
-    """Write a picture."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
 
 
 def machine() -> str:

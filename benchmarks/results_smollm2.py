@@ -54,7 +54,8 @@ RL: dict[str, Any] = {
 }
 
 
-CHOICE = """**The start is weak on purpose**, to lie between 20 and 60 %: the same 256 demonstrations at a learning rate of 3e-5
+CHOICE = """\
+**The start is weak on purpose**, to lie between 20 and 60 %: the same 256 demonstrations at a learning rate of 3e-5
 instead of 2e-5 left 62 % right (64 problems of the training split), so part of the gain is what a better SFT would have
 brought too.
 
