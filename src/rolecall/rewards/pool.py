@@ -135,17 +135,18 @@ class RewardPool:
 
     def _first_ready(self) -> tuple[str, ...]:
         """Wait for one worker: a function that cannot be loaded is an error now."""
-        while True:
-            for worker, message in self._messages(timeout=1.0):
+        styles: tuple[str, ...] | None = None
+        while styles is None:
+            for worker, message in self._messages(timeout=1.0):  # all that was heard: nobody says it twice
                 if message is None:
                     self._lost_in_vain(worker)
                 elif "ready" in message:
-                    worker.ready = True
+                    worker.ready, styles = True, tuple(message["ready"])
                     self._columns = tuple(tuple(columns) for columns in message["columns"])
-                    return tuple(message["ready"])
                 else:
                     raise RewardError(str(message.get("fatal", f"a reward worker said {message!r:.80} while loading")))
             self._check_loading()
+        return styles
 
     def _hand_out(self, this: Round) -> None:
         for worker in list(self._workers):
