@@ -276,8 +276,9 @@ def _from_details(details: Sequence[RolloutDetails]) -> dict[str, Any]:
     columns["pieces"] = [None if d.pieces is None else list(d.pieces) for d in details]
     for name in ("prompt_text", "answer_text", "reward_failure"):
         columns[name] = [_storable(getattr(d, name)) for d in details]
-    settings = {sampling: asdict(sampling) for sampling in {d.sampling for d in details} if sampling is not None}
-    columns["sampling"] = [None if d.sampling is None else settings[d.sampling] for d in details]
+    settings = {id(d.sampling): d.sampling for d in details}  # as a rule one for all, which need not be hashed
+    made = {key: None if sampling is None else asdict(sampling) for key, sampling in settings.items()}
+    columns["sampling"] = [made[id(d.sampling)] for d in details]
     columns["extras"] = [_json(d.extras, row) for row, d in enumerate(details)]
     return columns
 
@@ -300,10 +301,12 @@ def _to_sampling(settings: Mapping[str, Any] | None) -> Sampling | None:
 
 def _storable(text: str | None) -> str | None:
     """Parquet holds UTF-8 only; half a surrogate pair, as broken file names have, is spelt out."""
-    return None if text is None else text.encode("utf-8", "backslashreplace").decode()
+    return text if text is None or text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def _json(extras: Mapping[str, object], row: int) -> str:
+    if not extras:
+        return "{}"
     try:
         return json.dumps(dict(extras), allow_nan=False)
     except (TypeError, ValueError) as error:
