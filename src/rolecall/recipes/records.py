@@ -83,6 +83,7 @@ class Records:
             RolloutDetails(
                 prompt_text=prompt,
                 answer_text=answer,
+                messages=None if rollout.messages is None else tuple(rollout.messages[i]),
                 seed=rollout.seed,
                 sampling=self.options.sampling,
                 prompt=row,
@@ -92,8 +93,8 @@ class Records:
                 pieces=None if self._spelt is None else tuple(map(self._spelt.__getitem__, trajectory.ids)),
                 extras=as_json(scored.extras),
             )
-            for prompt, answer, row, trajectory, scored in zip(
-                rollout.prompts, rollout.answers, rollout.rows, rollout.trajectories, rollout.scored, strict=True
+            for i, (prompt, answer, row, trajectory, scored) in enumerate(
+                zip(rollout.prompts, rollout.answers, rollout.rows, rollout.trajectories, rollout.scored, strict=True)
             )
         ]
         batch = rollout.batch
