@@ -12,6 +12,7 @@ from rolecall.errors import UserError
 from rolecall.experience.store import read_rollouts
 from rolecall.experience.stored import RolloutStore
 from rolecall.jobs import rescore as rescoring
+from rolecall.jobs import rl as training
 from rolecall.jobs.data import demonstrated, rendered_rows
 from rolecall.maths.roles import Role, Verdict
 from rolecall.policy.load import load
@@ -107,6 +108,15 @@ class Length:
 
     def take_metrics(self):
         return {}
+
+
+class Bytes(Length):
+    """Of the bytes that were said, so that no two answers score the same."""
+
+    def score(self, samples, *, state=None):
+        return [
+            Scored(scores={"length": total}, total=total) for total in (float(sum(s.completion_ids)) for s in samples)
+        ]
 
 
 @pytest.fixture
@@ -241,6 +251,26 @@ def test_both_sides_of_self_play_are_in_one_group(tmp_path):
 def test_rows_of_a_task_bring_their_environment(tmp_path):
     run = rolecall.rl(rows="guessing:high=3,tries=2", out=str(tmp_path / "run"), **{**SHORT, "steps": 1})
     assert run.metrics[0]["agents/turns"] == 2
+
+
+@pytest.mark.parametrize(
+    ("env", "rows"),
+    [
+        ("gym:FrozenLake-v1:is_slippery=false", None),
+        ("rg:chain_sum", None),
+        (f"{FILE}:Counter", [{"prompt": "Play.", "goal": goal} for goal in (2, 3)]),
+    ],
+)
+def test_environments_of_others_are_trained_in(env, rows, tmp_path, monkeypatch):
+    """Gymnasium's, reasoning-gym's as one turn, and a class of TRL's kind; an untrained model earns nothing in them."""
+    monkeypatch.setattr(training, "open_reward", lambda *args, **kwargs: Bytes())
+    short = {**SHORT, "steps": 1, "agent.max_turns": 3}
+    run = rolecall.rl(env=env, rows=rows, reward=even, out=str(tmp_path / "run"), **short)
+    (line,) = run.metrics
+    assert line["agents/turns"] == (3 if env.startswith("gym") else 1), "what is no action is asked for again"
+    assert line["agents/finish/max_turns" if env.startswith("gym") else "agents/finish/environment"] == 1
+    assert line["rewards/failed"] == 0
+    assert line["weights_moved"] == 1
 
 
 @pytest.mark.parametrize("name", ["calculator", "guessing", "kuhn"])

@@ -45,7 +45,7 @@ class AgentTask(Protocol):
 class Calculator(Drawn):
     """A product too large to know by heart, and a calculator. The episode ends with the first message without a call.
 
-    Half of the demonstrations use the calculator, half answer at once, which a small model cannot do: what is to be
+    One demonstration in four uses the calculator, the others answer at once, which a small model cannot do: what is to be
     learnt is to call.
     """
 
@@ -64,7 +64,7 @@ class Calculator(Drawn):
 
     def gold(self, row: Mapping[str, Any]) -> Any:
         asked = row["prompt"][0]["content"]
-        if share_of(["by heart", asked]) < 0.5:
+        if share_of(["by heart", asked]) < 0.75:
             return [_assistant(row["answer"])]
         call = f"<calc>{asked}</calc>"
         return [_assistant(call), {"role": "tool", "content": row["answer"]}, _assistant(row["answer"])]
