@@ -3,7 +3,8 @@
     python benchmarks/store.py [--steps 12]
 
 GRPO on the built-in model, single-threaded, at two sizes of step; the median over the steps of one run, written to the
-same disk as runs are. A larger model makes the step longer and the record no larger.
+same disk as runs are: all that is done for the file, from spelling the tokens to fsync and removing the oldest. A larger
+model makes the step longer and the record no larger.
 """
 
 import argparse
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 
 import rolecall
-from rolecall.recipes import records
+from rolecall.recipes.experience import Rollout
+from rolecall.recipes.records import Records
 from rolecall.train.jsonl import read_lines
 
 SIZES = {
@@ -32,20 +34,20 @@ SIZES = {
 def measure(place: Path, steps: int, settings: dict[str, Any]) -> tuple[float, float, int]:
     """(seconds to append, seconds of a step without it, bytes of a step's file), medians."""
     spent: list[float] = []
-    write = records.write_rollouts
+    append = Records.rolled_out
 
-    def timed(*arguments: Any, **named: Any) -> None:
+    def timed(self: Records, rollout: Rollout) -> None:
         begun = time.perf_counter()
-        write(*arguments, **named)
+        append(self, rollout)
         spent.append(time.perf_counter() - begun)
 
-    records.write_rollouts = timed
+    Records.rolled_out = timed  # type: ignore[method-assign]
     try:
         run = rolecall.rl(
             rows="sorting", steps=steps, out=str(place), save={"every": 0, "updates": 0}, quiet=True, **settings
         )
     finally:
-        records.write_rollouts = write
+        Records.rolled_out = append  # type: ignore[method-assign]
     seconds = [timer["update"] + timer["collect"] for timer in read_lines(run.path / "timing.jsonl")]
     size = statistics.median(path.stat().st_size for path in (run.path / "rollouts").iterdir())
     appended = statistics.median(spent[1:])

@@ -374,6 +374,43 @@ def test_weights_outside_the_band_are_truncated_or_taken_out_and_stay_in_the_den
     assert float(ratio.max()) > 1.05
 
 
+class Off:
+    """An engine whose log-probs are off by 0.3 at two positions of three."""
+
+    def __init__(self, collector):
+        self.collector = collector
+
+    def collect(self, step):
+        found = self.collector.collect(step)
+        moved = [[p + 0.3 * (i % 3 - 1) for i, p in enumerate(t.behaviour_logprobs)] for t in found.trajectories]
+        off = [
+            dataclasses.replace(t, behaviour_logprobs=tuple(m)) for t, m in zip(found.trajectories, moved, strict=True)
+        ]
+        return dataclasses.replace(found, trajectories=off)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_fresh_answers_are_weighed_against_the_engine_that_sampled_them(share):
+    band = {"replay.weights_low": 0.9, "replay.weights_high": 1.1, "replay.weigh_fresh": True}
+    settings = {"replay.weights": "mask", "replay.share": share, "algorithm.old_logprobs": "recompute", **band}
+    made = learner(guarded=False, **settings)
+    made.collector = Off(made.collector)
+    run(made, 1)
+    rollout = made.collect(1)
+    batch = rollout.batch
+    ratio, mask = (batch.old_logprobs - batch.behaviour_logprobs).exp(), trained(batch)
+    inside = (ratio >= 0.9) & (ratio <= 1.1)
+    assert 0.2 < inside[mask].float().mean() < 0.5
+    torch.testing.assert_close(batch.weights[mask], torch.where(inside, ratio, 0.0)[mask])
+    (mini,) = made.update(rollout)
+    parts, rows = mini.result.contributions["policy"][: len(batch)], mini.batch.weights[: len(batch)]
+    counted = trained(mini.batch)[: len(batch)]
+    assert (parts[counted & (rows == 0)] == 0).all()
+    assert (parts[counted & (rows > 0)] != 0).any()
+    terms = rollout.algorithm.loss(mini.result.outputs, mini.batch)
+    assert int(terms["policy"].mask.sum()) == int(trained(mini.batch).sum()), "what is left out stays counted"
+
+
 def test_a_ratio_is_to_the_recorded_log_probs_not_to_old_ones():
     made = learner(**{"replay.share": 0.5, "algorithm.minibatches": 2, "algorithm.epochs": 2, "optim.lr": 3e-3})
     run(made, 2)
@@ -594,6 +631,8 @@ def test_a_checkpoint_without_replay_begins_with_an_empty_buffer():
         ({"replay.decoupled": True}, "needs a bound: set replay.weights"),
         ({"replay.decoupled": True, "replay.weights": "mask"}, "set algorithm.old_logprobs recompute"),
         ({"replay.weights": "truncate"}, "needs replay.decoupled"),
+        ({"replay.weigh_fresh": True}, "needs replay.weights truncate or mask"),
+        ({"replay.weigh_fresh": True, "replay.weights": "mask"}, "set algorithm.old_logprobs recompute"),
         ({"replay.mode": "observe", "replay.normalise": "joint"}, "set replay.normalise separate"),
         ({"replay.mode": "observe", "replay.replace_flat": True}, "cannot replace flat groups"),
         ({"replay.answers": 0}, "at least 1"),
