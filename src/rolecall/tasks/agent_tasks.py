@@ -102,7 +102,8 @@ def calculate(expression: str) -> str:
 class Guessing:
     """A number to be found in a few tries; after each the policy hears `higher` or `lower`.
 
-    The demonstrations guess any number that is still possible. Halving finds every number in `tries`, with the defaults.
+    Three demonstrations in four count up from 1, whatever they hear; one halves what is left, which finds every number
+    with the defaults: what is to be learnt is to halve.
     """
 
     kind: ClassVar[str] = "guessing"
@@ -130,10 +131,10 @@ class Guessing:
         return ListRows({"prompt": prompt, "secret": s, "draw": i, "task": self.name} for i, s in enumerate(secrets))
 
     def gold(self, row: Mapping[str, Any]) -> Sequence[Message]:
-        rng = Random(f"{self.name}/{row['draw']}/{row['secret']}")
+        counts = share_of(["count", self.name, row["draw"], row["secret"]]) < 0.75
         low, high, messages = 1, self.high, list[Message]()
         for left in range(self.tries - 1, -1, -1):
-            guess = rng.randint(low, high)
+            guess = low if counts else (low + high) // 2
             messages.append(_assistant(str(guess)))
             if guess == row["secret"] or not left:
                 break
