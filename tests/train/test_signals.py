@@ -18,10 +18,12 @@ from rolecall.train.signals import StopSignals
 mode = sys.argv[1]
 with StopSignals() as stop:
     child = os.fork() if mode == "fork" else -1
-    if child == 0:
+    if child == 0:  # says so itself: Python forgets a signal that comes before a fork is done
+        print("ready", os.getpid(), flush=True)
         time.sleep(60)
         os._exit(0)
-    print("ready", child, flush=True)
+    if child == -1:
+        print("ready", child, flush=True)
     while not stop.stop_requested:
         time.sleep(0.005)
     with stop.saving():
