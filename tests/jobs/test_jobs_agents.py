@@ -141,6 +141,7 @@ def test_another_reward_sees_whole_episodes_and_the_environments_part_stays(fini
         assert len(totals) < len(new.trajectories), "contexts were cut"
         whole += len(totals)
     assert len(length.samples) == whole, "an episode is asked about once, however many samples it has"
+    assert (found.answers, found.failed) == (whole, 0)
     for sample in length.samples:
         assert sample.prompt == ({"role": "user", "content": sample.prompt[0]["content"]},)
         assert sample.completion[0]["role"] == "assistant"

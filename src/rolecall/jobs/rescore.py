@@ -44,7 +44,7 @@ class Rescored:
     steps: int
     """Files that were written."""
     answers: int
-    """Answers that were scored."""
+    """Answers, or players' episodes, that were scored."""
     failed: int
     """How many of them have no score now."""
     before: float | None
@@ -116,11 +116,12 @@ def _rescore(store: RolloutStore, table: Rows, reward: Reward, run: RunDir, prog
         for number, (path, old) in enumerate(zip(store.files, store, strict=True), start=1):
             scored = _scored(old, table, reward)
             _write(run.rollouts / path.name, old, scored)
-            before += [d.total for d in old.details if d.total is not None]
-            totals = [s.total for s in scored if s.total is not None]
+            firsts = [rows[0] for rows in Joined(old.trajectories).rows]  # an episode counts once
+            before += [total for row in firsts if (total := old.details[row].total) is not None]
+            totals = [total for row in firsts if (total := scored[row].total) is not None]
             after += totals
-            answers += len(scored)
-            numbers = {"reward": _mean(totals) or 0.0, "rewards/failed": 1 - len(totals) / len(scored)}
+            answers += len(firsts)
+            numbers = {"reward": _mean(totals) or 0.0, "rewards/failed": 1 - len(totals) / len(firsts)}
             run.metrics.append({"step": old.step, **numbers})
             progress.step(number, numbers, f"reward {numbers['reward']:.3f}")
     finally:
