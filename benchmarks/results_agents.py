@@ -72,8 +72,8 @@ PLANS = {
         counts=("agents/tool_calls",),
     ),
     "guessing": Plan(
-        sft={"steps": 200},
-        rl={"steps": 30, "prompts": 16, "sampling": {"max_new_tokens": 4}, "optim": {"lr": 1e-4, "warmup_steps": 3}},
+        sft={"steps": 600},
+        rl={"steps": 30, "prompts": 16, "sampling": {"max_new_tokens": 4}, "optim": {"lr": 2e-4, "warmup_steps": 3}},
         measure=played("guessing", 4),
         rows=RIGHT,
     ),
