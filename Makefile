@@ -17,7 +17,7 @@ $(STAMPS)/venv:
 
 $(STAMPS)/dev: $(STAMPS)/venv pyproject.toml constraints.txt
 	$(PIP) torch
-	$(PIP) -e '.[dev,lora,tasks,marl,plot]'
+	$(PIP) -e '.[dev,lora,tasks,agents,marl,plot]'
 	@touch $@
 
 $(STAMPS)/mutate: $(STAMPS)/dev

@@ -58,6 +58,9 @@ rate, steps and GSPO's clip range were chosen on problems of the *training* spli
 problems were asked once meanwhile, in a trial of three steps of TRL. The task is easy: what is mostly learned is which
 way round to sort, so presets differ little. **Time** is what RL takes: sampling, scoring, updating; without evaluations
 and checkpoints.
+
+Of other parts: [replay](results-replay.md) (samples to 90 % with and without it, in each mode), [agents](results-agents.md) (the
+built-in tasks of several turns), [multi-agent](results-marl.md) (IQL, VDN, QMIX, IPPO, MAPPO).
 """
 
 
