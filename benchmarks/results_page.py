@@ -4,75 +4,20 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from results_curves import SEEDS, Curve, band, curves, save, seeds, spread, table
 from results_draw import Line, chart
 from results_runs import ANSWERS, DEMONSTRATIONS, HELD_OUT, LR, STEPS, Place, greedy, is_done
-from results_smollm2 import CHOSEN, SHOWN
+from results_smollm2_page import smollm2_section
 
 from rolecall.config.rl_presets import PRESETS
 
-SEEDS = (0, 1, 2)
 LIMIT = 180.0
 """Seconds of RL in which PPO, GRPO and RLOO shall get there."""
 GOAL = 0.9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """A run's held-out accuracy over its steps."""
-
-    path: Path
-    evaluations: Sequence[dict[str, Any]]
-    metrics: Sequence[dict[str, Any]]
-    seconds: Sequence[float]
-    """RL seconds spent after each step: sampling, scoring and updating, without evaluations and saving."""
-
-    @property
-    def start(self) -> float:
-        """Before the first step."""
-        return self.evaluations[0]["eval_accuracy"]
-
-    @property
-    def end(self) -> float:
-        """After the last step."""
-        return self.evaluations[-1]["eval_accuracy"]
-
-    def time_to(self, goal: float) -> float | None:
-        """RL seconds until an evaluation first reached it."""
-        for e in self.evaluations:
-            if e["eval_accuracy"] >= goal and e["step"]:
-                return self.seconds[e["step"] - 1]
-        return None
-
-    def within(self, limit: float) -> float:
-        """The last accuracy that was measured within so many seconds of RL."""
-        done = [e for e in self.evaluations if not e["step"] or self.seconds[e["step"] - 1] <= limit]
-        return done[-1]["eval_accuracy"]
-
-
-def read(path: Path) -> Curve:
-    """A finished run."""
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    total, seconds = 0.0, []
-    for line in (path / "timing.jsonl").read_text().splitlines():
-        total += json.loads(line)["step_time"]
-        seconds.append(total)
-    return Curve(
-        path=path,
-        evaluations=[line for line in lines if "eval_accuracy" in line],
-        metrics=[line for line in lines if "loss" in line],
-        seconds=seconds,
-    )
-
-
-def curves(place: Place, folder: str, name: str) -> list[Curve]:
-    """The finished runs of a name, a seed each."""
-    paths = [place.root / folder / f"{name}-seed-{seed}" for seed in SEEDS]
-    return [read(path) for path in paths if is_done(path)]
 
 
 def write(place: Place, docs: Path) -> list[str]:
@@ -113,6 +58,9 @@ rate, steps and GSPO's clip range were chosen on problems of the *training* spli
 problems were asked once meanwhile, in a trial of three steps of TRL. The task is easy: what is mostly learned is which
 way round to sort, so presets differ little. **Time** is what RL takes: sampling, scoring, updating; without evaluations
 and checkpoints.
+
+Of other parts: [replay](results-replay.md) (samples to 90 % with and without it, in each mode), [agents](results-agents.md) (the
+built-in tasks of several turns), [multi-agent](results-marl.md) (IQL, VDN, QMIX, IPPO, MAPPO).
 """
 
 
@@ -299,32 +247,6 @@ def dpo_row(place: Place, done: Sequence[int]) -> list[str]:
     return ["DPO on the same pairs", spread(gold), spread(score, ".2f"), "sees no reward model"]
 
 
-def smollm2_section(place: Place, docs: Path, missing: list[str]) -> list[str]:
-    """The survey and the run."""
-    path, folder = place.root / "smollm2" / "rl-seed-0", place.root / "smollm2"
-    out = ["## SmolLM2-135M-Instruct on reasoning-gym", ""]
-    if not (folder / "survey.json").is_file() or not (path / "held_out.json").is_file():
-        missing.append("smollm2")
-        return [*out, "Not run yet.", ""]
-    survey = json.loads((folder / "survey.json").read_text())
-    rows = [[f"`{name}`", f"{share:.0%}", "chosen" if name == CHOSEN else ""] for name, share in survey.items()]
-    out += [f"After SFT on {SHOWN} demonstrations, 64 problems of the training split each:", ""]
-    out += [*table(["task", "right", ""], rows), ""]
-    held, run = json.loads((path / "held_out.json").read_text()), read(path)
-    rewards = [m["reward"] for m in run.metrics]
-    line = [(float(i + 1), r, r, r) for i, r in enumerate(rewards)]
-    save(docs / "results" / "smollm2.svg", chart({"GRPO": line}, title="mean reward of the step's answers", x="steps"))
-    out += [
-        f"GRPO, {len(rewards)} steps of 64 answers, {run.seconds[-1] / 60:.0f} minutes: from {held['start']:.1%} to "
-        f"{held['end']:.1%} of {held['problems']} held-out problems ({held['end'] - held['start']:+.1%}), one seed. "
-        "`python benchmarks/results.py --only smollm2`",
-        "",
-        "![Reward by step](results/smollm2.svg)",
-        "",
-    ]
-    return out
-
-
 # -- pieces ----------------------------------------------------------------------------------------------------------------
 
 
@@ -346,33 +268,6 @@ def answers_of(run: Curve) -> float:
     return asked * (config["samples"] + (config["algorithm"]["name"] == "remax"))
 
 
-def band(runs: Sequence[Curve], key: str = "eval_accuracy") -> Line:
-    """Mean, lowest and highest by step."""
-    by_step: dict[int, list[float]] = {}
-    for run in runs:
-        for e in run.evaluations:
-            by_step.setdefault(e["step"], []).append(e[key])
-    return [(float(step), statistics.mean(v), min(v), max(v)) for step, v in sorted(by_step.items())]
-
-
-def spread(values: Sequence[float], form: str = ".1%") -> str:
-    """Mean [lowest, highest]; of one value, that one."""
-    if not values:
-        return "–"
-    mean = f"{statistics.mean(values):{form}}"
-    return mean if len(values) == 1 else f"{mean} [{min(values):{form}}, {max(values):{form}}]"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """As Markdown."""
-    return ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(row) + " |" for row in rows)]
-
-
-def seeds(runs: Sequence[Any]) -> str:
-    """How many, in words."""
-    return "one seed" if len(runs) == 1 else f"{len(runs)} seeds"
-
-
 def missing_of(experiment: str, found: dict[str, Any]) -> list[str]:
     """Names without a finished run."""
     return [f"{experiment}/{name}" for name, runs in found.items() if not runs]
@@ -383,12 +278,6 @@ def measured(page: Path, text: str) -> None:
     if page.is_file():
         before, _, _ = page.read_text().partition("\n## Measured\n")
         page.write_text(f"{before}\n## Measured\n\n{text}\n")
-
-
-def save(path: Path, text: str) -> None:
-    """Write a picture."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
 
 
 def machine() -> str:

@@ -16,10 +16,23 @@ def right(completions, answer, **kwargs):
 
 
 class Rewards(TrainerCallback):
-    """Keeps the mean reward of every step."""
+    """Keeps the mean reward of every step, and its seconds without saving."""
 
     def __init__(self):
-        self.found = []
+        self.found, self.seconds, self.begun = [], [], 0.0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Called by the trainer."""
+        self.begun = time.monotonic()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Called by the trainer, before it saves."""
+        self.seconds.append(time.monotonic() - self.begun)
+        self.begun = time.monotonic()
+
+    def on_save(self, args, state, control, **kwargs):
+        """Called by the trainer when it has saved."""
+        self.begun = time.monotonic()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Called by the trainer."""
@@ -67,7 +80,7 @@ def main(s):
     )
     begun = time.monotonic()
     trainer.train()
-    log = {"train_seconds": time.monotonic() - begun, "rewards": rewards.found}
+    log = {"train_seconds": time.monotonic() - begun, "rewards": rewards.found, "step_seconds": rewards.seconds}
     Path(s["out"], "log.json").write_text(json.dumps(log))
 
 

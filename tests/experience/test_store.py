@@ -156,6 +156,10 @@ drawn_details = st.builds(
     prompt=st.none() | small,
     sample=st.none() | small,
     reward_failure=st.none() | text,
+    messages=st.none()
+    | st.lists(
+        st.fixed_dictionaries({"role": text, "content": text}, optional={"author": text, "name": text}), max_size=3
+    ).map(tuple),
     extras=st.dictionaries(text, st.none() | text | small | st.lists(small, max_size=2), max_size=2),
 )
 
@@ -235,7 +239,7 @@ def test_a_plain_reader_sees_lists_cut_to_length_and_null_for_nan(tmp_path):
     assert second["reward_failure"] == "no answer in the box"
     metadata = pq.read_schema(tmp_path / "rollouts.parquet").metadata
     assert metadata[b"rolecall.schema"] == b"rollouts"
-    assert metadata[b"rolecall.schema_version"] == b"2"
+    assert metadata[b"rolecall.schema_version"] == b"3"
     assert metadata[b"rolecall.model"] == b"m-1"
 
 
@@ -325,7 +329,7 @@ def test_a_file_from_the_future_is_refused_with_both_versions(tmp_path):
     write_two(path)
     with_facts(path, schema_version="7", version="9.9.9")
     with pytest.raises(
-        StoreError, match=rf"version 7, written by rolecall 9\.9\.9; .*{rolecall.__version__}.*version 2"
+        StoreError, match=rf"version 7, written by rolecall 9\.9\.9; .*{rolecall.__version__}.*version 3"
     ):
         read_rollouts(path)
 

@@ -20,6 +20,8 @@ from rolecall.types import Sampling
 
 OLD = Path(__file__).parent / "data" / "rollouts-v1.parquet"
 """Written by the first version: two prompts, three answers each, one of which has no score."""
+SECOND = OLD.with_name("rollouts-v2.parquet")
+"""Written by version 2: two episodes each of two prompts of the guessing game."""
 
 
 def test_a_file_of_version_1_loads_and_its_score_stands_for_the_total():
@@ -34,8 +36,21 @@ def test_a_file_of_version_1_loads_and_its_score_stands_for_the_total():
     assert back.trajectories[0].scores == {"even": 0.4, "constant": 0.25}
 
 
-def test_what_is_read_from_an_old_file_is_written_as_a_new_one(tmp_path):
-    old = read_rollouts(OLD)
+def test_a_file_of_version_2_loads_and_has_no_messages():
+    assert pq.read_schema(SECOND).metadata[b"rolecall.schema_version"] == b"2"
+    assert "messages" not in pq.read_schema(SECOND).names
+    back = read_rollouts(SECOND)
+    assert [(t.group, t.episode, len(t.turns)) for t in back.trajectories] == [
+        (g, e, 2) for g in (0, 1) for e in (0, 1)
+    ]
+    assert {who for t in back.trajectories for _, _, who in t.authors} == {"prompt", "policy", "template", "user"}
+    assert [d.total for d in back.details] == [0.0] * 4
+    assert [d.messages for d in back.details] == [None] * 4
+
+
+@pytest.mark.parametrize("old", [OLD, SECOND])
+def test_what_is_read_from_an_old_file_is_written_as_a_new_one(tmp_path, old):
+    old = read_rollouts(old)
     path = tmp_path / "step-000002.parquet"
     write_rollouts(
         path, old.trajectories, old.batch, step=old.step, details=old.details, model=old.model, tokenizer=old.tokenizer

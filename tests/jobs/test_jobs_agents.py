@@ -1,6 +1,7 @@
 """Runs in environments, through the jobs and the command line."""
 
 import json
+import shutil
 from pathlib import Path
 
 import letters_env
@@ -9,10 +10,14 @@ import pytest
 import rolecall
 from rolecall.errors import UserError
 from rolecall.experience.store import read_rollouts
+from rolecall.experience.stored import RolloutStore
+from rolecall.jobs import rescore as rescoring
+from rolecall.jobs import rl as training
 from rolecall.jobs.data import demonstrated, rendered_rows
 from rolecall.maths.roles import Role, Verdict
 from rolecall.policy.load import load
 from rolecall.policy.token_text import token_texts
+from rolecall.rewards.records import Scored
 from rolecall.tasks.env import Step
 from rolecall.types import Finish
 
@@ -87,6 +92,95 @@ def test_eval_plays_the_environment_that_a_run_was_made_in(finished):
     assert found.answers[0].startswith("assistant:")
 
 
+class Length:
+    """A reward in this process: how many letters the policy said, and 100 for each message behind the prompt."""
+
+    names = ("length",)
+
+    def __init__(self):
+        self.samples = []
+
+    def score(self, samples, *, state=None):
+        self.samples += samples
+        said = ["".join(m["content"] for m in s.completion if m["role"] == "assistant") for s in samples]
+        totals = [float(len(text) + 100 * len(s.completion)) for text, s in zip(said, samples, strict=True)]
+        return [Scored(scores={"length": total}, total=total) for total in totals]
+
+    def take_metrics(self):
+        return {}
+
+
+class Bytes(Length):
+    """Of the bytes that were said, so that no two answers score the same."""
+
+    def score(self, samples, *, state=None):
+        return [
+            Scored(scores={"length": total}, total=total) for total in (float(sum(s.completion_ids)) for s in samples)
+        ]
+
+
+@pytest.fixture
+def length(monkeypatch):
+    """Takes the place of the reward that `rescore` is given."""
+    reward = Length()
+    monkeypatch.setattr(rescoring, "open_reward", lambda *args, **kwargs: reward)
+    return reward
+
+
+def test_another_reward_sees_whole_episodes_and_the_environments_part_stays(finished, length, tmp_path):
+    found = rolecall.rescore(finished.path, reward=even, out=str(tmp_path / "told"), quiet=True)
+    whole = 0
+    for old, new in zip(RolloutStore(finished.path), RolloutStore(found.path), strict=True):
+        totals: dict[tuple, set] = {}
+        for was, t, now in zip(old.trajectories, new.trajectories, new.details, strict=True):
+            said = "".join(m["content"] for m in now.messages if m["role"] == "assistant")
+            assert t.scores == {"env": was.scores["env"], "length": len(said) + 100 * (len(now.messages) - 1)}
+            assert now.total == sum(t.scores.values())
+            totals.setdefault((t.group, t.episode), set()).add(now.total)
+        assert all(len(known) == 1 for known in totals.values()), "the samples of an episode share one score"
+        assert len(totals) < len(new.trajectories), "contexts were cut"
+        whole += len(totals)
+    assert len(length.samples) == whole, "an episode is asked about once, however many samples it has"
+    assert (found.answers, found.failed) == (whole, 0)
+    for sample in length.samples:
+        assert sample.prompt == ({"role": "user", "content": sample.prompt[0]["content"]},)
+        assert sample.completion[0]["role"] == "assistant"
+        assert sample.row.keys() == {"seed"}
+    written = [
+        list(t.ids[a:b]) for rollouts in RolloutStore(found.path) for t in rollouts.trajectories for a, b in t.turns
+    ]
+    assert [i for sample in length.samples for i in sample.completion_ids] == [i for turn in written for i in turn]
+
+
+def test_stored_episodes_are_trained_on_and_count_once(finished, length, tmp_path):
+    told = rolecall.rescore(finished.path, reward=even, out=str(tmp_path / "told"), quiet=True)
+    settings = {name: value for name, value in SHORT.items() if not name.startswith("agent")}
+    run = rolecall.rl(from_run=str(told.path), out=str(tmp_path / "run"), **settings)
+    first = RolloutStore(told.path).read(0)
+    whole = {(t.group, t.episode): d.total for t, d in zip(first.trajectories, first.details, strict=True)}
+    assert run.metrics[0]["reward"] == pytest.approx(sum(whole.values()) / len(whole), rel=1e-5)
+    assert run.metrics[0]["policy/ratio"] == pytest.approx(1, abs=1e-3), "it starts from the weights that sampled"
+    assert all(line["weights_moved"] for line in run.metrics)
+
+
+def test_an_episode_whose_messages_were_not_kept_is_refused(tmp_path, length):
+    (tmp_path / "run" / "rollouts").mkdir(parents=True)
+    held = Path(__file__).parents[1] / "experience" / "data" / "rollouts-v2.parquet"
+    shutil.copy(held, tmp_path / "run" / "rollouts" / "step-000001.parquet")
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"env": "guessing:high=3,tries=2"}))
+    with pytest.raises(UserError, match="whose messages were not kept yet when it was written"):
+        rolecall.rescore(tmp_path / "run", reward=even, quiet=True)
+
+
+def test_the_rows_of_a_built_in_environment_are_compared_with_what_was_asked(tmp_path, length):
+    rolecall.rl(env="calculator", out=str(tmp_path / "run"), **{**SHORT, "steps": 1})
+    with pytest.raises(UserError, match="give the run's own rows with --rows"):
+        rolecall.rescore(tmp_path / "run", reward=even, rows="calculator:digits=3", quiet=True)
+    assert rolecall.rescore(tmp_path / "run", reward=even, quiet=True).answers == 6
+    asked = [(s.prompt[0]["content"], s.row["answer"]) for s in length.samples]
+    assert all(str(int(a) * int(b)) == answer for (a, b), answer in ((p.split("*"), answer) for p, answer in asked))
+
+
 def test_a_class_given_in_python_is_asked_for_again_on_resume(tmp_path):
     class Once:
         def reset(self, row, seed):
@@ -103,7 +197,7 @@ def test_a_class_given_in_python_is_asked_for_again_on_resume(tmp_path):
     assert [line["step"] for line in more.metrics] == [1, 2]
 
 
-def test_a_broken_episode_is_counted_and_does_not_train(tmp_path, caplog):
+def test_a_broken_episode_is_counted_and_does_not_train(tmp_path, caplog, length):
     class Moody:
         def reset(self, row, seed):
             self.turn = 0
@@ -125,6 +219,11 @@ def test_a_broken_episode_is_counted_and_does_not_train(tmp_path, caplog):
     for t, verdicts in zip(rollouts.trajectories, rollouts.batch.verdicts, strict=True):
         assert bool((verdicts == Verdict.TRAINED).any()) == (t.finish is not Finish.ABORT)
     assert line["untrained_tokens/bad_record"] > 0
+    told = rolecall.rescore(run.path, reward=even, quiet=True)
+    details = RolloutStore(told.path).read(0).details
+    assert [d.total is None for d in details] == [t.finish is Finish.ABORT for t in rollouts.trajectories]
+    assert [d.reward_failure for d in details] == [d.reward_failure for d in rollouts.details]
+    assert told.failed == share * 12
 
 
 def test_a_run_whose_episodes_all_break_in_reset_ends_with_the_reason(tmp_path):
@@ -153,6 +252,26 @@ def test_both_sides_of_self_play_are_in_one_group(tmp_path):
 def test_rows_of_a_task_bring_their_environment(tmp_path):
     run = rolecall.rl(rows="guessing:high=3,tries=2", out=str(tmp_path / "run"), **{**SHORT, "steps": 1})
     assert run.metrics[0]["agents/turns"] == 2
+
+
+@pytest.mark.parametrize(
+    ("env", "rows"),
+    [
+        ("gym:FrozenLake-v1:is_slippery=false", None),
+        ("rg:chain_sum", None),
+        (f"{FILE}:Counter", [{"prompt": "Play.", "goal": goal} for goal in (2, 3)]),
+    ],
+)
+def test_environments_of_others_are_trained_in(env, rows, tmp_path, monkeypatch):
+    """Gymnasium's, reasoning-gym's as one turn, and a class of TRL's kind; an untrained model earns nothing in them."""
+    monkeypatch.setattr(training, "open_reward", lambda *args, **kwargs: Bytes())
+    short = {**SHORT, "steps": 1, "agent.max_turns": 3}
+    run = rolecall.rl(env=env, rows=rows, reward=even, out=str(tmp_path / "run"), **short)
+    (line,) = run.metrics
+    assert line["agents/turns"] == (3 if env.startswith("gym") else 1), "what is no action is asked for again"
+    assert line["agents/finish/max_turns" if env.startswith("gym") else "agents/finish/environment"] == 1
+    assert line["rewards/failed"] == 0
+    assert line["weights_moved"] == 1
 
 
 @pytest.mark.parametrize("name", ["calculator", "guessing", "kuhn"])

@@ -182,3 +182,19 @@ def test_a_head_that_is_not_finite_is_named(tmp_path, reward_model):
 def test_an_adapter_is_merged_first():
     with pytest.raises(ValueError, match=r"lora\.merged"):
         Critic.from_policy(add_adapter(load("tiny"), rank=2))
+
+
+def test_asked_values_are_those_of_the_whole_and_so_are_their_gradients():
+    critic = Critic.from_policy(load("tiny"), std=0.1)
+    asked = torch.tensor([[True, False, True], [False, True, True]])
+    found = []
+    for read in (lambda: critic(IDS)[:, 1:][asked], lambda: critic(IDS, asked)):
+        critic.zero_grad()
+        values = read()
+        (values * torch.arange(1.0, 5.0)).sum().backward()
+        found.append((values.detach(), {name: p.grad.clone() for name, p in critic.named_parameters()}))
+    (whole, gradients), (some, others) = found
+    torch.testing.assert_close(some, whole)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, rtol=1e-3, atol=1e-5)
+    assert critic._reader.is_flat, "and they are read without the padded forward pass"

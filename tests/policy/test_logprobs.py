@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rolecall.maths.kl import exact_kl
-from rolecall.policy.logprobs import Head, exact_token_kl, fused_loss, token_logprobs
+from rolecall.policy.head_ops import Head
+from rolecall.policy.logprobs import exact_token_kl, fused_loss, token_logprobs
 
 N, WIDTH, VOCAB = 13, 5, 17
 

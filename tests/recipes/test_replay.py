@@ -9,16 +9,18 @@ import pytest
 import torch
 from learners import ROWS, learner_of, options_of, weights_of
 
+from rolecall.config.experience import ReplayOptions
 from rolecall.errors import UserError
 from rolecall.experience.updates import read_updates
-from rolecall.maths.roles import Verdict
+from rolecall.maths.roles import Role, Verdict
+from rolecall.policy.model import Outputs
 from rolecall.recipes.guard import Guard
 from rolecall.recipes.records import Records
-from rolecall.recipes.replay import join
+from rolecall.recipes.replay import join, replay_loss
 from rolecall.train.rundir import RunDir
 from rolecall.train.score import score
 from rolecall.train.step import trained
-from rolecall.types import Trajectory
+from rolecall.types import Batch, Trajectory
 
 MODES = ("clipped", "shaped", "observe")
 
@@ -372,6 +374,43 @@ def test_weights_outside_the_band_are_truncated_or_taken_out_and_stay_in_the_den
     assert float(ratio.max()) > 1.05
 
 
+class Off:
+    """An engine whose log-probs are off by 0.3 at two positions of three."""
+
+    def __init__(self, collector):
+        self.collector = collector
+
+    def collect(self, step):
+        found = self.collector.collect(step)
+        moved = [[p + 0.3 * (i % 3 - 1) for i, p in enumerate(t.behaviour_logprobs)] for t in found.trajectories]
+        off = [
+            dataclasses.replace(t, behaviour_logprobs=tuple(m)) for t, m in zip(found.trajectories, moved, strict=True)
+        ]
+        return dataclasses.replace(found, trajectories=off)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_fresh_answers_are_weighed_against_the_engine_that_sampled_them(share):
+    band = {"replay.weights_low": 0.9, "replay.weights_high": 1.1, "replay.weigh_fresh": True}
+    settings = {"replay.weights": "mask", "replay.share": share, "algorithm.old_logprobs": "recompute", **band}
+    made = learner(guarded=False, **settings)
+    made.collector = Off(made.collector)
+    run(made, 1)
+    rollout = made.collect(1)
+    batch = rollout.batch
+    ratio, mask = (batch.old_logprobs - batch.behaviour_logprobs).exp(), trained(batch)
+    inside = (ratio >= 0.9) & (ratio <= 1.1)
+    assert 0.2 < inside[mask].float().mean() < 0.5
+    torch.testing.assert_close(batch.weights[mask], torch.where(inside, ratio, 0.0)[mask])
+    (mini,) = made.update(rollout)
+    parts, rows = mini.result.contributions["policy"][: len(batch)], mini.batch.weights[: len(batch)]
+    counted = trained(mini.batch)[: len(batch)]
+    assert (parts[counted & (rows == 0)] == 0).all()
+    assert (parts[counted & (rows > 0)] != 0).any()
+    terms = rollout.algorithm.loss(mini.result.outputs, mini.batch)
+    assert int(terms["policy"].mask.sum()) == int(trained(mini.batch).sum()), "what is left out stays counted"
+
+
 def test_a_ratio_is_to_the_recorded_log_probs_not_to_old_ones():
     made = learner(**{"replay.share": 0.5, "algorithm.minibatches": 2, "algorithm.epochs": 2, "optim.lr": 3e-3})
     run(made, 2)
@@ -382,6 +421,65 @@ def test_a_ratio_is_to_the_recorded_log_probs_not_to_old_ones():
     expected = (mini.result.outputs.logprobs - mini.batch.behaviour_logprobs).exp()[mask]
     assert float((expected - 1).abs().max()) > 1e-2
     assert made.metrics()["replay/ratio_max"] >= float(expected.max()) - 1e-6
+
+
+def test_the_defaults_are_an_upper_clip_of_its_own_and_a_dual_clip():
+    """
+    ratio to the record      0.5    1.0    1.5    1.7    4.0
+    A = +1                  -0.5   -1.0   -1.5   -1.6   -1.6      upper clip 1 + 0.6; fresh rows have 1 + 0.2
+    A = -1                   0.8    1.0    1.5    1.7    3.0      lower clip 1 - 0.2, dual clip 3
+    """
+    ratios = torch.tensor([[0.5, 1.0, 1.5, 1.7, 4.0]] * 2)
+    batch = Batch(
+        ids=torch.zeros(2, 5, dtype=torch.long),
+        roles=torch.full((2, 5), int(Role.CONTENT), dtype=torch.uint8),
+        groups=torch.zeros(2, dtype=torch.long),
+        behaviour_logprobs=torch.full((2, 5), -2.0),
+        old_logprobs=torch.full((2, 5), -9.0),
+        advantages=torch.tensor([[1.0], [-1.0]]).expand(2, 5),
+    )
+    out = Outputs(logprobs=ratios.log() - 2, entropy=torch.zeros(2, 5), values=None)
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    expected = torch.tensor([[-0.5, -1.0, -1.5, -1.6, -1.6], [0.8, 1.0, 1.5, 1.7, 3.0]])
+    torch.testing.assert_close(replay_loss(ReplayOptions(), out, batch, mask), expected)
+    shaped = torch.tensor([[-1.0], [1.0]]) * ratios / (ratios + 0.1)
+    torch.testing.assert_close(replay_loss(ReplayOptions(mode="shaped"), out, batch, mask), shaped)
+
+
+def test_the_numbers_are_those_of_the_replayed_positions_and_the_fresh_ones_have_their_own():
+    settings = {"replay.share": 0.6, "replay.sampler": "random", "replay.clip_high": 0.02, "replay.clip_low": 0.02}
+    made = learner(**settings, **{"algorithm.minibatches": 2, "optim.lr": 3e-3, "replay.dual_clip": 1.05})
+    run(made, 5)
+    rollout = made.collect(5)
+    steps, m = made.update(rollout), made.metrics()
+    ages = [rollout.replay.version - group.version for group in rollout.replay.groups]
+    assert len(set(ages)) > 1
+    assert m["replay/age"] == pytest.approx(sum(ages) / len(ages))
+    assert m["replay/age_max"] == max(ages)
+    bins = {"1": (1,), "2-3": (2, 3), "4-7": (4, 5, 6, 7), "8-15": (), "16+": ()}
+    for name, inside in bins.items():
+        assert m[f"replay/age/{name}"] == pytest.approx(sum(age in inside for age in ages) / len(ages))
+    parts: dict[str, list] = {"fresh": [], "old": []}
+    for mini in steps:
+        for source, rows in (("fresh", ~mini.batch.replayed), ("old", mini.batch.replayed)):
+            mask = trained(mini.batch) & rows[:, None]
+            base = mini.batch.old_logprobs if source == "fresh" else mini.batch.behaviour_logprobs
+            now = mini.result.outputs.logprobs
+            parts[source].append(torch.stack([(now - base).exp()[mask], mini.batch.advantages[mask]]))
+    rho, advantages = torch.cat(parts["old"], dim=1)
+    assert m["replay/ratio"] == pytest.approx(float(rho.mean()), rel=1e-5)
+    assert m["replay/ratio_max"] == pytest.approx(float(rho.max()), rel=1e-5)
+    assert m["replay/ess"] == pytest.approx(float(rho.sum() ** 2 / (len(rho) * rho.square().sum())), rel=1e-4)
+    for name, share in {
+        "replay/clip_low": (rho < 0.98) & (advantages < 0),
+        "replay/clip_high": (rho > 1.02) & (advantages > 0),
+        "replay/clip_dual": (rho > 1.05) & (advantages < 0),
+    }.items():
+        assert m[name] == pytest.approx(float(share.float().mean()), abs=1e-6)
+        assert m[name] > 0
+    rho, advantages = torch.cat(parts["fresh"], dim=1)
+    assert m["policy/ratio_max"] == pytest.approx(float(rho.max()), rel=1e-5)
+    assert m["clip_ratio/high_mean"] == pytest.approx(float(((rho > 1.2) & (advantages > 0)).float().mean()), abs=1e-6)
 
 
 def broken(trajectory: Trajectory, value: float) -> Trajectory:
@@ -533,6 +631,8 @@ def test_a_checkpoint_without_replay_begins_with_an_empty_buffer():
         ({"replay.decoupled": True}, "needs a bound: set replay.weights"),
         ({"replay.decoupled": True, "replay.weights": "mask"}, "set algorithm.old_logprobs recompute"),
         ({"replay.weights": "truncate"}, "needs replay.decoupled"),
+        ({"replay.weigh_fresh": True}, "needs replay.weights truncate or mask"),
+        ({"replay.weigh_fresh": True, "replay.weights": "mask"}, "set algorithm.old_logprobs recompute"),
         ({"replay.mode": "observe", "replay.normalise": "joint"}, "set replay.normalise separate"),
         ({"replay.mode": "observe", "replay.replace_flat": True}, "cannot replace flat groups"),
         ({"replay.answers": 0}, "at least 1"),

@@ -12,6 +12,7 @@ import torch
 import rolecall
 from rolecall.cli import main
 from rolecall.errors import UserError
+from rolecall.experience.parquet import StoreError
 from rolecall.experience.store import read_rollouts, write_rollouts
 from rolecall.experience.stored import RolloutStore
 from rolecall.experience.updates import read_updates
@@ -254,6 +255,21 @@ def test_a_store_of_other_weights_is_named_and_trained_on(copied, tmp_path, capl
         pq.write_table(table.replace_schema_metadata(metadata), path)
     train(copied, tmp_path / "run", steps=1)
     assert "none of the rollouts was sampled by the weights that training starts from" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("limits", "sentence"),
+    [
+        ({"vocabulary": 100}, "row 0: an id lies outside the model's vocabulary of 100; use another model"),
+        ({"context": 12}, r"row 0: \d+ tokens do not fit the model's context of 12; use another model"),
+    ],
+)
+def test_a_store_of_another_model_whose_answers_it_cannot_read_is_refused(scored, limits, sentence):
+    store = RolloutStore(scored.path)
+    known = {"tokenizer": store.read(0).tokenizer, "vocabulary": 300, "temperature": 1.0, "context": 1024}
+    assert store.check(**known).answers == 24
+    with pytest.raises(StoreError, match=sentence):
+        store.check(**{**known, **limits})
 
 
 def test_another_temperature_is_refused_with_the_setting_to_change(copied, tmp_path):

@@ -2,15 +2,18 @@
 
 import sys
 import threading
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from rolecall.jobs.data import open_reward
 from rolecall.rewards import RewardError, RewardPool, Sample, Scored
 from rolecall.rewards.calling import inspect_function, text_of
 from rolecall.rewards.sources import open_packed, pack
 from rolecall.rewards.verifiers import contains, exact, last_number, number
+from rolecall.tasks.rows import ListRows
 
 HERE = Path(__file__).parent
 CHAT = [{"role": "user", "content": "1+1?"}]
@@ -101,6 +104,36 @@ def test_metrics_are_averaged_over_calls_and_then_forgotten():
 def test_a_missing_column_is_named_at_once():
     with pytest.raises(RewardError, match=r"reward `f` asks for `target`, which is no column of the rows \(answer\)"):
         score({"f": lambda completions, target: [0.0]}, Sample(prompt="q", completion="a", row={"answer": "1"}))
+
+
+def first(completion, target):
+    return 0.0 if target is None else 1.0
+
+
+def all_of_them(completions, target):
+    return [0.0 if t is None else 1.0 for t in target]
+
+
+@pytest.mark.parametrize("function", [first, all_of_them])
+def test_a_row_that_lacks_what_others_have_is_given_none_in_a_round_of_its_own_too(function):
+    with RewardPool(function, workers=1) as pool:
+        both = [Sample(prompt="q", completion="a", row=row) for row in ({"target": "1"}, {"answer": "2"})]
+        assert [s.total for s in pool.score(both)] == [1.0, 0.0]
+        assert [s.total for s in pool.score(both[1:])] == [0.0]
+
+
+def test_rows_that_lack_what_a_reward_asks_for_are_counted_in_one_line(caplog):
+    rows = ListRows([{"prompt": "q", "target": "1"}, {"prompt": "q", "target": None}, {"prompt": "q", "answer": "2"}])
+    with ExitStack() as stack:
+        open_reward([first, "exact"], None, stack, weights=None, deadline_s=60, rows=rows)
+    assert [record.getMessage() for record in caplog.records] == [
+        "2 of 3 rows have no `target`, which a reward asks for: it gets None there",
+        "2 of 3 rows have no answer, which a reward asks for: it gets None there",
+    ]
+    caplog.clear()
+    with ExitStack() as stack:
+        open_reward([first], None, stack, weights=None, deadline_s=60, rows=ListRows([{"prompt": "q", "target": "1"}]))
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -269,3 +270,17 @@ def test_a_thousand_cheap_answers_take_less_than_a_second():
         scored = pool.score(samples)
         assert time.monotonic() - start < 1
     assert sum(s.scores["exact"] or 0 for s in scored) == 1
+
+
+def test_workers_that_are_ready_at_the_same_moment_are_all_heard(monkeypatch):
+    def all_at_once(channels, timeout):
+        end = time.monotonic() + 60
+        while len(select.select(channels, [], [], 0)[0]) < len(channels) and time.monotonic() < end:
+            time.sleep(0.01)
+        return channels
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rolecall.rewards.pool.wait", all_at_once)
+        pool = RewardPool(source("batch"), workers=2)
+    with pool:
+        assert all(worker.ready for worker in pool._workers), "one that is never ready ends the run later"

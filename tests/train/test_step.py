@@ -11,6 +11,7 @@ from rolecall.maths.kl import kl_estimate
 from rolecall.maths.reduce import MODES, aggregate
 from rolecall.maths.roles import Role, Verdict
 from rolecall.policy import logprobs
+from rolecall.policy.model import PolicyModel
 from rolecall.train.step import Term, trained
 
 CASES = {
@@ -70,6 +71,25 @@ def test_no_cut_into_micro_batches_changes_loss_or_gradient(case):
     plain = stepped(batch, case)
     for budget in (1, 13, 27, 40):
         same(plain, stepped(batch, case, budget=budget))
+
+
+def test_rows_in_which_nothing_trains_are_not_computed(monkeypatch):
+    batch, seen = scripted_batch(), []
+    silent = batch.verdicts.clone()
+    silent[1:4] = torch.where(silent[1:4] == Verdict.TRAINED, int(Verdict.FLAT_GROUP), silent[1:4])
+    batch = dataclasses.replace(batch, verdicts=silent)
+    plain = PolicyModel.forward
+
+    def forward(self, ids, wanted, **how):
+        seen.append(len(ids))
+        return plain(self, ids, wanted, **how)
+
+    monkeypatch.setattr(PolicyModel, "forward", forward)
+    result, _ = stepped(batch)
+    assert seen == [int(trained(batch).any(dim=1).sum())]
+    assert seen[0] < len(batch.ids)
+    assert result.outputs.logprobs.shape == batch.ids.shape
+    assert not result.outputs.logprobs[1:4].any()
 
 
 @pytest.mark.parametrize("case", ["grpo", "ppo_shared"])

@@ -48,6 +48,8 @@ class ReplayOptions:
     weights: Literal["none", "truncate", "mask"] = "none"
     """What is done with positions whose ratio at the start of the update lies outside [weights_low, weights_high]:
     nothing, bring it to the edge (with decoupled or --from), or leave the position out of the sum."""
+    weigh_fresh: bool = False
+    """Do the same with fresh answers, which an engine of another precision than the trainer's samples a little off."""
     weights_level: Literal["token", "sequence"] = "token"
     """Whether that ratio is a token's or a whole answer's."""
     weights_low: float = 0.0
@@ -81,6 +83,8 @@ class ReplayOptions:
             raise ValueError(
                 "replay.decoupled weighs by a ratio that needs a bound: set replay.weights truncate or mask"
             )
+        if self.weigh_fresh and self.weights == "none":
+            raise ValueError("replay.weigh_fresh needs replay.weights truncate or mask, which say how")
         if self.mode == "observe" and self.normalise == "joint":
             raise ValueError("replay.mode observe leaves fresh answers alone: set replay.normalise separate")
         if self.mode == "observe" and self.replace_flat:

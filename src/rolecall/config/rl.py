@@ -268,7 +268,7 @@ class RLOptions(RunOptions):
                 )
             if o.resample:
                 raise ValueError("with --from nothing is sampled, so nothing can be replaced: set algorithm.resample 0")
-        elif replay.weights == "truncate" and not replay.decoupled:
+        elif replay.weights == "truncate" and not replay.decoupled and (replay.on or not replay.weigh_fresh):
             raise ValueError(
                 "replay.weights truncate needs replay.decoupled: otherwise the ratio is the weight, and the clips bound it"
             )
@@ -276,6 +276,10 @@ class RLOptions(RunOptions):
             raise ValueError("remax compares with greedy answers of the same step, which stored answers lack: use rloo")
         if replay.decoupled and self.old_source == "detach":
             raise ValueError("replay.decoupled needs old log-probs: set algorithm.old_logprobs recompute")
+        if replay.weigh_fresh and self.old_source != "recompute":
+            raise ValueError(
+                "replay.weigh_fresh needs the trainer's own log-probs: set algorithm.old_logprobs recompute"
+            )
         if replay.normalise == "joint" and o.bootstrap_truncated:
             raise ValueError("replay.normalise joint does not go with algorithm.bootstrap_truncated: use separate")
 

@@ -46,6 +46,16 @@ _AUTHORS = list_of(
     )
 )
 _PIECES = list_of(pa.binary())
+_MESSAGES = list_of(
+    pa.struct(
+        [
+            pa.field("role", pa.string(), nullable=False),
+            pa.field("content", pa.string(), nullable=False),
+            pa.field("name", pa.string()),
+            pa.field("author", pa.string()),
+        ]
+    )
+)
 _PARTS = list_of(pa.struct([pa.field("part", pa.string(), nullable=False), pa.field("score", pa.float64())]))
 _SAMPLING = pa.struct(
     [
@@ -75,7 +85,7 @@ def _from_version_1(table: pa.Table) -> pa.Table:
 
 ROLLOUTS = Format(
     name="rollouts",
-    version=2,
+    version=3,
     upgrades={1: _from_version_1},
     schema=pa.schema(
         [
@@ -88,6 +98,7 @@ ROLLOUTS = Format(
             pa.field("sample", pa.int64()),
             pa.field("prompt_text", pa.string(), nullable=False),
             pa.field("answer_text", pa.string(), nullable=False),
+            pa.field("messages", _MESSAGES),
             pa.field("total", pa.float64()),
             pa.field("score", pa.float64()),
             pa.field("baseline", pa.float64()),
@@ -120,6 +131,8 @@ class RolloutDetails:
     """The prompt, as people read it."""
     answer_text: str
     """The answer, as people read it."""
+    messages: tuple[Mapping[str, str], ...] | None = None
+    """Of an episode: all that its agent read and said, its prompt first; None of a single answer."""
     seed: int | None
     """The seed it was sampled with; None if nothing was sampled."""
     sampling: Sampling | None
@@ -274,10 +287,15 @@ def _from_details(details: Sequence[RolloutDetails]) -> dict[str, Any]:
         name: [getattr(d, name) for d in details] for name in ("prompt", "sample", "seed", "total")
     }
     columns["pieces"] = [None if d.pieces is None else list(d.pieces) for d in details]
+    columns["messages"] = [
+        None if d.messages is None else [{key: _storable(held) for key, held in m.items()} for m in d.messages]
+        for d in details
+    ]
     for name in ("prompt_text", "answer_text", "reward_failure"):
         columns[name] = [_storable(getattr(d, name)) for d in details]
-    settings = {sampling: asdict(sampling) for sampling in {d.sampling for d in details} if sampling is not None}
-    columns["sampling"] = [None if d.sampling is None else settings[d.sampling] for d in details]
+    settings = {id(d.sampling): d.sampling for d in details}  # as a rule one for all, which need not be hashed
+    made = {key: None if sampling is None else asdict(sampling) for key, sampling in settings.items()}
+    columns["sampling"] = [made[id(d.sampling)] for d in details]
     columns["extras"] = [_json(d.extras, row) for row, d in enumerate(details)]
     return columns
 
@@ -287,6 +305,10 @@ def _to_details(table: pa.Table) -> tuple[RolloutDetails, ...]:
     columns = {name: table[name].to_pylist() for name in names}
     columns["sampling"] = [_to_sampling(settings) for settings in table["sampling"].to_pylist()]
     columns["pieces"] = [None if pieces is None else tuple(pieces) for pieces in table["pieces"].to_pylist()]
+    columns["messages"] = [
+        None if said is None else tuple({key: held for key, held in m.items() if held is not None} for m in said)
+        for said in table["messages"].to_pylist()
+    ]
     columns["extras"] = [json.loads(extras) for extras in table["extras"].to_pylist()]
     return tuple(RolloutDetails(**row) for row in row_by_row(columns))
 
@@ -300,10 +322,12 @@ def _to_sampling(settings: Mapping[str, Any] | None) -> Sampling | None:
 
 def _storable(text: str | None) -> str | None:
     """Parquet holds UTF-8 only; half a surrogate pair, as broken file names have, is spelt out."""
-    return None if text is None else text.encode("utf-8", "backslashreplace").decode()
+    return text if text is None or text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def _json(extras: Mapping[str, object], row: int) -> str:
+    if not extras:
+        return "{}"
     try:
         return json.dumps(dict(extras), allow_nan=False)
     except (TypeError, ValueError) as error:

@@ -21,6 +21,8 @@ from rolecall.tasks.rows import ListRows, Rows, split
 from rolecall.train.timing import Timer
 
 EnvSource = str | Callable[[], Any]
+_TRAIN_ROWS = 20_000
+"""Rows drawn from a task or an environment that can make any number."""
 
 
 def env_source(env: EnvSource | None, rows: RowsSource | None) -> EnvSource | None:
@@ -31,7 +33,7 @@ def env_source(env: EnvSource | None, rows: RowsSource | None) -> EnvSource | No
 
 
 def episode_rows(
-    env: EnvSource, rows: RowsSource | None, evaluation: HeldOutOptions, *, n: int, seed: int
+    env: EnvSource, rows: RowsSource | None, evaluation: HeldOutOptions, *, seed: int, n: int = _TRAIN_ROWS
 ) -> tuple[Rows, Rows | None]:
     """(rows to play, held-out rows if they will be used)."""
     if isinstance(rows, str):

@@ -13,7 +13,7 @@ from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
 from rolecall.files import DiskError, write_atomically
 from rolecall.jobs.agents import env_source
-from rolecall.jobs.data import demonstrated, label, open_reward, prompt_rows, rendered_row
+from rolecall.jobs.data import by_name, demonstrated, label, listed, open_reward, prompt_rows, rendered_row, unnamed
 from rolecall.jobs.rl import open_policy, sampler
 from rolecall.look.audit_page import audit_html
 from rolecall.look.tokens import Sample
@@ -40,17 +40,13 @@ def audit(
     """
     if preset not in AuditOptions.presets:
         raise UserError(f"unknown preset {preset!r}; choose one of {', '.join(AuditOptions.presets)}")
-    given = dict(settings)
-    if isinstance(rows, str):
-        given["rows"] = rows
-    rewards = [] if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
-    if rewards and all(isinstance(source, str) for source in rewards):
-        given["reward"] = tuple(rewards)
+    rewards = listed(reward)
+    given = {**settings, **by_name(rows=rows, reward=rewards)}
     base = (f"preset {preset}", AuditOptions.presets[preset])
     if given.get("resume"):
         base = ("config.json", saved_settings(given.get("out")))
     options = resolve(AuditOptions, [base, ("the call", given)]).options
-    found = run(options, rows=None if rows is None or isinstance(rows, str) else rows, rewards=rewards or None)
+    found = run(options, rows=unnamed(rows), rewards=rewards or None)
     if options.html is not None:
         write_page(found, options.html)
     return found

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from rolecall.config.merge import resolve
 from rolecall.config.parts import HeldOutOptions
 from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
-from rolecall.jobs.data import check_prompts, label, open_reward, prompt_rows
+from rolecall.jobs.data import by_name, check_prompts, labelled, listed, open_reward, prompt_rows, unnamed
 from rolecall.jobs.rl import fingerprint, sampler
 from rolecall.jobs.running import Built, Run, execute, model_directory
 from rolecall.policy.load import load
@@ -41,22 +40,11 @@ def best_of_n(
     The answers lie in `answers.jsonl` of the run, the curve over n in `best_of_n.json`. `rows` may be a list of dicts,
     `reward` and `judge` a function or a list of them. All other settings are those of `rolecall best-of-n`.
     """
-    given = dict(settings)
-    if isinstance(rows, str):
-        given["rows"] = rows
-    sources = {name: _listed(value) for name, value in (("reward", reward), ("judge", judge))}
-    for name, found in sources.items():
-        if found and all(isinstance(source, str) for source in found):
-            given[name] = tuple(found)
+    rewards, judges = listed(reward), listed(judge)
+    given = {**settings, **by_name(rows=rows, reward=rewards, judge=judges)}
     saved = saved_settings(given.get("out")) if given.get("resume") else {}
     options = resolve(BestOfNOptions, [("config.json", saved), ("the call", given)]).options
-    return run(
-        options,
-        rows=None if rows is None or isinstance(rows, str) else rows,
-        rewards=sources["reward"] or None,
-        judges=sources["judge"] or None,
-        progress=progress,
-    )
+    return run(options, rows=unnamed(rows), rewards=rewards or None, judges=judges or None, progress=progress)
 
 
 def run(
@@ -68,18 +56,9 @@ def run(
     progress: Progress | None = None,
 ) -> Run:
     """Run from options; rows and rewards that are objects take the place of the named ones."""
-    if rows is not None:
-        options = replace(options, rows=label(rows))
-    if rewards is not None:
-        options = replace(options, reward=tuple(r if isinstance(r, str) else label([r]) for r in rewards))
-    if judges is not None:
-        options = replace(options, judge=tuple(r if isinstance(r, str) else label([r]) for r in judges))
+    options = labelled(options, rows=rows, reward=rewards, judge=judges)
     build = partial(_build, rows=rows, rewards=rewards, judges=judges)
     return execute("best-of-n", options, build, progress=progress)
-
-
-def _listed(value: Any) -> list[Any]:
-    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _build(
@@ -101,7 +80,7 @@ def _build(
         raise UserError("split is for tasks: these rows are used as they are, so leave it out")
     found = test if test is not None else train
     found = ChosenRows(found, range(min(options.count, len(found))))
-    how: dict[str, Any] = {"deadline_s": options.reward_deadline, "columns": found.columns}
+    how: dict[str, Any] = {"deadline_s": options.reward_deadline, "rows": found, "timer": timer}
     reward = open_reward(rewards or options.reward, task_reward, stack, weights=options.reward_weights, **how)
     judge = None
     if judges or options.judge:

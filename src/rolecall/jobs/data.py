@@ -1,5 +1,6 @@
 """Rows and rewards from the names a user gives."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,6 +21,8 @@ from rolecall.tasks.names import resolve
 from rolecall.tasks.rows import ListRows, RowError, Rows, place_of, split
 from rolecall.train.timing import Timer
 from rolecall.types import Sampling, Trajectory
+
+_log = logging.getLogger("rolecall")
 
 RowsSource = str | Sequence[Mapping[str, Any]]
 RewardSource = str | Callable[..., Any]
@@ -43,6 +46,32 @@ def label(given: Sequence[Any]) -> str:
     """What config.json says of rows or rewards that are Python objects."""
     names = [getattr(x, "__name__", "") for x in given if callable(x)]
     return f"{_GIVEN} {', '.join(names)}" if names else f"{_GIVEN} {len(given)} rows"
+
+
+def listed(given: Any) -> list[Any]:
+    """One, several or none, as a list."""
+    return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+
+
+def by_name(**given: Any) -> dict[str, Any]:
+    """Of what a caller gives in the place of a setting, what is given by name: those are the settings."""
+    found: dict[str, Any] = {name: value for name, value in given.items() if isinstance(value, str)}
+    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    return found | {name: value for name, value in lists.items() if value and all(isinstance(x, str) for x in value)}
+
+
+def unnamed(given: Any) -> Any:
+    """What is given in Python, and not by its name; else None."""
+    return None if isinstance(given, str) else given
+
+
+def labelled(options: Any, *, rows: Sequence[Any] | None = None, **sources: Sequence[Any] | None) -> Any:
+    """The options with a label for whatever is given in Python in the place of what they name."""
+    changes: dict[str, Any] = {} if rows is None else {"rows": label(rows)}
+    for name, given in sources.items():
+        if given is not None:
+            changes[name] = tuple(source if isinstance(source, str) else label([source]) for source in given)
+    return replace(options, **changes)
 
 
 def check_named(what: str, *names: str) -> None:
@@ -76,12 +105,12 @@ def open_reward(
     *,
     weights: Sequence[float] | None,
     deadline_s: float,
-    columns: Sequence[str] | None = None,
+    rows: Rows | None = None,
     timer: Timer | None = None,
 ) -> Reward:
     """The reward: functions in worker processes, or a reward model's run or directory; `task` is the task's own.
 
-    With `columns`, those of the rows, a function that needs another is refused.
+    With `rows`, a function that needs a column which they have not is refused; rows that lack it are counted and said.
     """
     check_named("reward", *(source for source in sources if isinstance(source, str)))
     if TASK_REWARD in sources and task_reward is None:
@@ -101,19 +130,24 @@ def open_reward(
     pool = stack.enter_context(RewardPool(list(chosen), weights=weights, deadline_s=deadline_s))
     if timer is not None:
         pool.advance = timer.advance
-    if columns is not None:
-        pool.check_columns(columns)
+    if rows is not None:
+        pool.check_columns(rows.columns)
+        looked_at = min(len(rows), _CHECKED_ROWS)
+        for what, count in pool.lacking(rows[i] for i in range(looked_at)).items():
+            _log.warning(
+                "%d of %d rows have no %s, which a reward asks for: it gets None there", count, looked_at, what
+            )
     return pool
 
 
 def open_judge(
-    options: Any, reward: Reward, task_reward: str | None, stack: ExitStack, *, columns: Sequence[str]
+    options: Any, reward: Reward, task_reward: str | None, stack: ExitStack, *, rows: Rows
 ) -> tuple[Reward, Reward | None]:
     """(what scores held-out answers, the training reward if that is another one)."""
     if not options.eval.reward:
         return reward, None
     deadline = options.reward_deadline
-    judge = open_reward(options.eval.reward, task_reward, stack, weights=None, deadline_s=deadline, columns=columns)
+    judge = open_reward(options.eval.reward, task_reward, stack, weights=None, deadline_s=deadline, rows=rows)
     return judge, reward
 
 

@@ -11,18 +11,16 @@ from accelerate import Accelerator
 from rolecall.config.dpo import DPOOptions
 from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
-from rolecall.jobs.data import check_named, label, rendered_pairs
+from rolecall.jobs.data import by_name, check_named, labelled, rendered_pairs, unnamed
 from rolecall.jobs.rl import open_policy
-from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, unless_stopped
+from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, prepared, unless_stopped
 from rolecall.jobs.sft import task_evaluator
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.dpo import DPOLearner
 from rolecall.recipes.reward_model import preferences
 from rolecall.tasks.names import resolve as resolve_rows
-from rolecall.train.optim import make_optimizer
 from rolecall.train.progress import Progress
 from rolecall.train.reference import Reference
-from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
 
 _log = logging.getLogger("rolecall")
@@ -35,19 +33,17 @@ def dpo(
 
     `rows` may be a list of dicts. All other settings are those of `rolecall dpo`, nested or dotted.
     """
-    given = None if rows is None or isinstance(rows, str) else rows
-    if rows is not None:
-        settings["rows"] = rows if isinstance(rows, str) else label(rows)
+    settings |= by_name(rows=rows)
     saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
     options = resolve(DPOOptions, [("config.json", saved), ("the call", settings)]).options
-    return unless_stopped(run(options, rows=given, progress=progress))
+    return unless_stopped(run(options, rows=unnamed(rows), progress=progress))
 
 
 def run(
     options: DPOOptions, *, rows: Sequence[Mapping[str, Any]] | None = None, progress: Progress | None = None
 ) -> Run:
     """Run from options; rows that are objects take the place of the named ones."""
-    return execute("dpo", options, partial(_build, rows=rows), progress=progress)
+    return execute("dpo", labelled(options, rows=rows), partial(_build, rows=rows), progress=progress)
 
 
 def _build(
@@ -69,15 +65,7 @@ def _build(
     if held_out is not None:
         held, _ = rendered_pairs(held_out, policy, options.chat, max_length=options.max_length, limit=options.eval.rows)
     module = PolicyModel(policy.model)
-    optimizer = make_optimizer(module, options.optim)
-    wrapped, optimizer = accelerator.prepare(module, optimizer)
-    updater = Updater(
-        accelerator,
-        wrapped,
-        optimizer,
-        token_budget=options.optim.token_budget,
-        max_grad_norm=options.optim.max_grad_norm,
-    )
+    updater = prepared(module, options.optim, accelerator, timer)
     learner = DPOLearner(options, updater=updater, reference=Reference(module), pairs=pairs)
     of_task = rows is None and hasattr(resolve_rows(options.rows), "gold")
     answers = task_evaluator(options, policy, options.rows, stack) if of_task and held is not None else None
@@ -86,7 +74,7 @@ def _build(
         loop_options(options, main="reward" if answers is not None else "rewards/accuracies"),
         policy=policy,
         module=module,
-        optimizer=optimizer,
+        optimizer=updater.optimizer,
         evaluate=None if held is None else partial(_evaluate, learner, held, answers),
     )
 

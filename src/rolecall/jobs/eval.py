@@ -14,7 +14,7 @@ from rolecall.config.parts import HeldOutOptions
 from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
 from rolecall.jobs.agents import EnvSource, env_source, episode_rows, open_arena, open_envs
-from rolecall.jobs.data import RowsSource, check_prompts, open_reward, prompt_rows
+from rolecall.jobs.data import RowsSource, by_name, check_prompts, listed, open_reward, prompt_rows, unnamed
 from rolecall.jobs.rl import sampler
 from rolecall.jobs.running import model_directory
 from rolecall.policy.load import load
@@ -38,15 +38,11 @@ def eval(  # the name of the command
     **settings: Any,
 ) -> Evaluation:
     """Evaluate: `eval(model="runs/rl-1", rows="test.jsonl", reward=my_reward).numbers`."""
-    if isinstance(rows, str):
-        settings["rows"] = rows
-    if isinstance(env, str):
-        settings["env"] = env
-    rewards = [] if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
+    rewards = listed(reward)
     return run(
-        make(EvalOptions, settings),
-        rows=None if rows is None or isinstance(rows, str) else rows,
-        env=None if isinstance(env, str) else env,
+        make(EvalOptions, {**settings, **by_name(rows=rows, env=env)}),
+        rows=unnamed(rows),
+        env=unnamed(env),
         rewards=rewards or None,
     )
 
@@ -85,7 +81,7 @@ def run(
             stack,
             weights=None,
             deadline_s=options.reward_deadline,
-            columns=chosen.columns,
+            rows=chosen,
         )
         policy = load(model_directory(options.model))
         check_prompts(chosen, policy, options.chat)
@@ -119,7 +115,7 @@ def _episodes(
         reward: Reward = EnvOnly()
         if sources:
             how_long = options.reward_deadline
-            reward = open_reward(sources, None, stack, weights=None, deadline_s=how_long, columns=chosen.columns)
+            reward = open_reward(sources, None, stack, weights=None, deadline_s=how_long, rows=chosen)
         envs = open_envs(env, options.agent, stack)
         policy = load(model_directory(options.model))
         arena = open_arena(

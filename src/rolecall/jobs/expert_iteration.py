@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,18 +10,25 @@ from accelerate import Accelerator
 from rolecall.config.expert_iteration import ExpertIterationOptions
 from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
-from rolecall.jobs.data import check_prompts, label, open_judge, open_reward, prompt_rows
+from rolecall.jobs.data import (
+    by_name,
+    check_prompts,
+    labelled,
+    listed,
+    open_judge,
+    open_reward,
+    prompt_rows,
+    unnamed,
+)
 from rolecall.jobs.rl import fingerprint, open_policy, sampler
-from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, unless_stopped
+from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, prepared, unless_stopped
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.ask import Asker
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.expert_iteration import ExpertIterationLearner
 from rolecall.rollout.engine import warn_if_support_is_cut
-from rolecall.train.optim import make_optimizer
 from rolecall.train.progress import Progress
 from rolecall.train.rundir import RunDir
-from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
 
 
@@ -38,22 +44,11 @@ def expert_iteration(
     `rows` may be a list of dicts, `reward` a function or a list of them. All other settings are those of
     `rolecall expert-iteration`, nested or dotted.
     """
-    given = dict(settings)
-    if isinstance(rows, str):
-        given["rows"] = rows
-    rewards = [] if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
-    if rewards and all(isinstance(source, str) for source in rewards):
-        given["reward"] = tuple(rewards)
+    rewards = listed(reward)
+    given = {**settings, **by_name(rows=rows, reward=rewards)}
     saved = saved_settings(given.get("out")) if given.get("resume") else {}
     options = resolve(ExpertIterationOptions, [("config.json", saved), ("the call", given)]).options
-    return unless_stopped(
-        run(
-            options,
-            rows=None if rows is None or isinstance(rows, str) else rows,
-            rewards=rewards or None,
-            progress=progress,
-        )
-    )
+    return unless_stopped(run(options, rows=unnamed(rows), rewards=rewards or None, progress=progress))
 
 
 def run(
@@ -64,10 +59,7 @@ def run(
     progress: Progress | None = None,
 ) -> Run:
     """Run from options; rows and rewards that are objects take the place of the named ones."""
-    if rows is not None:
-        options = replace(options, rows=label(rows))
-    if rewards is not None:
-        options = replace(options, reward=tuple(r if isinstance(r, str) else label([r]) for r in rewards))
+    options = labelled(options, rows=rows, reward=rewards)
     return execute("expert-iteration", options, partial(_build, rows=rows, rewards=rewards), progress=progress)
 
 
@@ -87,22 +79,15 @@ def _build(
         stack,
         weights=options.reward_weights,
         deadline_s=options.reward_deadline,
-        columns=train.columns,
+        rows=train,
+        timer=timer,
     )
     policy = open_policy(options.model, options)
     for some in (train, test):
         if some is not None:
             check_prompts(some, policy, options.chat)
     module = PolicyModel(policy.model)
-    optimizer = make_optimizer(module, options.optim)
-    wrapped, optimizer = accelerator.prepare(module, optimizer)
-    updater = Updater(
-        accelerator,
-        wrapped,
-        optimizer,
-        token_budget=options.optim.token_budget,
-        max_grad_norm=options.optim.max_grad_norm,
-    )
+    updater = prepared(module, options.optim, accelerator, timer)
     engine = sampler(policy, options)
     warn_if_support_is_cut(options.sampling)
     asker = Asker(
@@ -123,7 +108,7 @@ def _build(
 
     evaluate = None
     if test is not None:
-        judge, beside = open_judge(options, reward, task_reward, stack, columns=test.columns)
+        judge, beside = open_judge(options, reward, task_reward, stack, rows=test)
         evaluate = Evaluator(
             policy=policy,
             engine=engine,
@@ -134,13 +119,14 @@ def _build(
             chat=options.chat,
             samples=options.eval.samples,
             seed=options.seed,
+            timer=timer,
         )
     return build_policy(
         learner,
         loop_options(options, main="reward"),
         policy=policy,
         module=module,
-        optimizer=optimizer,
+        optimizer=updater.optimizer,
         evaluate=evaluate,
         watch_run=watch,
     )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,19 +15,24 @@ from rolecall.config.merge import make
 from rolecall.config.parts import HeldOutOptions
 from rolecall.config.rescore import RescoreOptions
 from rolecall.errors import UserError
+from rolecall.experience.joined import Joined
 from rolecall.experience.parquet import StoreError
 from rolecall.experience.store import RolloutDetails, Rollouts, write_rollouts
 from rolecall.experience.stored import RolloutStore
 from rolecall.files import DiskError, write_atomically
-from rolecall.jobs.data import label, open_reward, prompt_rows
+from rolecall.jobs.agents import env_source, episode_rows
+from rolecall.jobs.data import by_name, labelled, listed, open_reward, prompt_rows, unnamed
+from rolecall.recipes.episodes import with_env
 from rolecall.recipes.records import as_json
 from rolecall.recipes.sampling import as_completion
 from rolecall.rewards.records import Reward, Sample, Scored
+from rolecall.tasks.env_names import is_task
 from rolecall.tasks.rows import Rows
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.lock import LockedError
 from rolecall.train.progress import Lines, Progress, Quiet
 from rolecall.train.rundir import RunDir, RunDirError, check_new
+from rolecall.types import Finish
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +44,7 @@ class Rescored:
     steps: int
     """Files that were written."""
     answers: int
-    """Answers that were scored."""
+    """Answers, or players' episodes, that were scored."""
     failed: int
     """How many of them have no score now."""
     before: float | None
@@ -59,16 +65,9 @@ def rescore(
 
     `reward` is a function, a name or a list of them; `rows` the rows that the run answered, if they came from Python.
     """
-    rewards = [] if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
-    given = {**settings, "run": str(run)}
-    if isinstance(rows, str):
-        given["rows"] = rows
-    if rewards and all(isinstance(source, str) for source in rewards):
-        given["reward"] = tuple(rewards)
-    named = rows is None or isinstance(rows, str)
-    return run_from(
-        make(RescoreOptions, given), rows=None if named else rows, rewards=rewards or None, progress=progress
-    )
+    rewards = listed(reward)
+    options = make(RescoreOptions, {**settings, "run": str(run), **by_name(rows=rows, reward=rewards)})
+    return run_from(options, rows=unnamed(rows), rewards=rewards or None, progress=progress)
 
 
 def run_from(
@@ -86,18 +85,18 @@ def run_from(
         check_new(out.parent, out.name)
         with ExitStack() as stack:
             config = _config(source)
-            table, task_reward = _rows(options, rows, config)
+            table, task_reward, checked = _rows(options, rows, config)
             reward = open_reward(
                 rewards or options.reward,
                 task_reward,
                 stack,
                 weights=options.reward_weights,
                 deadline_s=options.reward_deadline,
-                columns=table.columns,
+                rows=table,
             )
-            _check_rows(store, table)
+            _check_rows(store, table, prompts=checked)
             run = stack.enter_context(RunDir(out.parent, out.name))
-            names = [r if isinstance(r, str) else label([r]) for r in rewards or options.reward]
+            names = labelled(options, reward=rewards).reward
             write_atomically(run.config, json.dumps({**config, "reward": names}, indent=1).encode())
             about = {"command": "rescore", "from": str(source), "reward": names}
             write_atomically(run.run, json.dumps(about, indent=1).encode())
@@ -115,13 +114,14 @@ def _rescore(store: RolloutStore, table: Rows, reward: Reward, run: RunDir, prog
     progress.begin(f"rescore into {run.path}", start=0, steps=len(store))
     try:
         for number, (path, old) in enumerate(zip(store.files, store, strict=True), start=1):
-            scored = reward.score(_samples(old, table), state={"global_step": old.step})
+            scored = _scored(old, table, reward)
             _write(run.rollouts / path.name, old, scored)
-            before += [d.total for d in old.details if d.total is not None]
-            totals = [s.total for s in scored if s.total is not None]
+            firsts = [rows[0] for rows in Joined(old.trajectories).rows]  # an episode counts once
+            before += [total for row in firsts if (total := old.details[row].total) is not None]
+            totals = [total for row in firsts if (total := scored[row].total) is not None]
             after += totals
-            answers += len(scored)
-            numbers = {"reward": _mean(totals) or 0.0, "rewards/failed": 1 - len(totals) / len(scored)}
+            answers += len(firsts)
+            numbers = {"reward": _mean(totals) or 0.0, "rewards/failed": 1 - len(totals) / len(firsts)}
             run.metrics.append({"step": old.step, **numbers})
             progress.step(number, numbers, f"reward {numbers['reward']:.3f}")
     finally:
@@ -136,23 +136,48 @@ def _rescore(store: RolloutStore, table: Rows, reward: Reward, run: RunDir, prog
     )
 
 
-def _samples(old: Rollouts, table: Rows) -> list[Sample]:
-    numbers: dict[int, int] = {}
-    samples = []
-    for trajectory, details in zip(old.trajectories, old.details, strict=True):
-        row = table[details.prompt or 0]
-        start = trajectory.turns[0][0] if trajectory.turns else 0
-        samples.append(
-            Sample(
-                prompt=row["prompt"],
-                completion=as_completion(row["prompt"], details.answer_text),
-                completion_ids=trajectory.ids[start:],
-                row=row,
-                prompt_index=numbers.setdefault(trajectory.group, len(numbers)),
-                sample_index=details.sample or 0,
-            )
-        )
-    return samples
+def _scored(old: Rollouts, table: Rows, reward: Reward) -> list[Scored]:
+    """What the reward says of every row; the samples of an episode are one answer, to which its environment's reward is
+    added, and one that was broken off stays without a score."""
+    numbers: dict[int, int] = defaultdict(lambda: len(numbers))
+    answers = [rows for rows in Joined(old.trajectories).rows if not _broken_off(old, rows[0])]
+    samples = [_sample(old, rows, table, numbers[old.trajectories[rows[0]].group]) for rows in answers]
+    told = reward.score(samples, state={"global_step": old.step})
+    found = {
+        row: s if old.details[row].messages is None else with_env(old.trajectories[row].scores.get("env"), s)
+        for rows, s in zip(answers, told, strict=True)
+        for row in rows
+    }
+    nothing = {"env": None, **dict.fromkeys(reward.names)}
+    return [
+        found.get(row) or Scored(scores=nothing, total=None, failure=details.reward_failure or "it was broken off")
+        for row, details in enumerate(old.details)
+    ]
+
+
+def _broken_off(old: Rollouts, row: int) -> bool:
+    return old.details[row].messages is not None and old.trajectories[row].finish is Finish.ABORT
+
+
+def _sample(old: Rollouts, rows: Sequence[int], table: Rows, number: int) -> Sample:
+    """An answer, or the messages behind an episode's prompt, as they were scored in the run."""
+    trajectories, details = [old.trajectories[row] for row in rows], old.details[rows[0]]
+    row, said = table[details.prompt or 0], details.messages
+    if said is None:
+        prompt, completion = row["prompt"], as_completion(row["prompt"], details.answer_text)
+        ids: Sequence[int] = trajectories[0].ids[trajectories[0].turns[0][0] if trajectories[0].turns else 0 :]
+    else:
+        start = next(i for i, message in enumerate(said) if message["role"] == "assistant")
+        prompt, completion = said[:start], said[start:]
+        ids = [i for t in trajectories for first, last in t.turns for i in t.ids[first:last]]
+    return Sample(
+        prompt=prompt,
+        completion=completion,
+        completion_ids=ids,
+        row=row,
+        prompt_index=number,
+        sample_index=details.sample or 0,
+    )
 
 
 def _write(path: Path, old: Rollouts, scored: Sequence[Scored]) -> None:
@@ -178,20 +203,25 @@ def _write(path: Path, old: Rollouts, scored: Sequence[Scored]) -> None:
     write_rollouts(path, trajectories, batch, step=old.step, details=details, model=old.model, tokenizer=old.tokenizer)
 
 
-def _rows(options: RescoreOptions, rows: Any, config: Mapping[str, Any]) -> tuple[Rows, str | None]:
-    """The rows in the order that the run numbered them, and the task's own reward."""
-    source = rows if rows is not None else options.rows or config.get("rows")
-    if source is None:
+def _rows(options: RescoreOptions, rows: Any, config: Mapping[str, Any]) -> tuple[Rows, str | None, bool]:
+    """The rows in the order that the run numbered them, the task's own reward, and whether their prompts are what was
+    asked: an environment of the user's own may ask anything."""
+    source: Any = rows if rows is not None else options.rows or config.get("rows")
+    env = env_source(config.get("env"), source)
+    if source is None and env is None:
         raise UserError(f"{options.run} does not say which rows it answered; give them with --rows")
     if isinstance(source, str) and source.startswith("(given in Python)"):
         raise UserError(f"the rows of {options.run} came from Python; give them with --rows, or call rolecall.rescore")
-    evaluation = HeldOutOptions(**config.get("eval", {}))
-    train, _, task_reward = prompt_rows(source, evaluation, seed=int(config.get("seed") or 0))
-    return train, task_reward
+    evaluation, seed = HeldOutOptions(**config.get("eval", {})), int(config.get("seed") or 0)
+    if env is not None:
+        train, _ = episode_rows(env, source, evaluation, seed=seed)
+        return train, None, isinstance(env, str) and is_task(env)
+    train, _, task_reward = prompt_rows(source, evaluation, seed=seed)
+    return train, task_reward, True
 
 
-def _check_rows(store: RolloutStore, table: Rows) -> None:
-    """Refuse rows that are not those the answers answer."""
+def _check_rows(store: RolloutStore, table: Rows, *, prompts: bool) -> None:
+    """Refuse rows that are not those the answers answer, and episodes of which only tokens are there."""
     for path, old in zip(store.files, store, strict=True):
         for number, details in enumerate(old.details):
             where = f"{path}, row {number}"
@@ -201,6 +231,12 @@ def _check_rows(store: RolloutStore, table: Rows) -> None:
                 raise UserError(
                     f"{where} answers row {details.prompt}, but there are {len(table)}; give the run's own rows with --rows"
                 )
+            if details.messages is None and old.trajectories[number].authors is not None:
+                raise UserError(
+                    f"{where} is of an episode whose messages were not kept yet when it was written, so it cannot be scored"
+                )
+            if not prompts:
+                continue
             prompt = table[details.prompt]["prompt"]
             text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
             if text.strip() not in details.prompt_text:

@@ -27,8 +27,26 @@ from rolecall.jobs.agents import (
     open_arena,
     open_envs,
 )
-from rolecall.jobs.data import check_prompts, label, open_judge, open_reward, prompt_rows
-from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, model_directory, unless_stopped
+from rolecall.jobs.data import (
+    by_name,
+    check_prompts,
+    labelled,
+    listed,
+    open_judge,
+    open_reward,
+    prompt_rows,
+    unnamed,
+)
+from rolecall.jobs.running import (
+    Built,
+    Run,
+    build_policy,
+    execute,
+    loop_options,
+    model_directory,
+    prepared,
+    unless_stopped,
+)
 from rolecall.policy.heads import Critic, RewardModel, ScalarHead
 from rolecall.policy.load import LoadedModel, load
 from rolecall.policy.lora import add_adapter, has_adapter, merged
@@ -45,11 +63,9 @@ from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine, warn_if_support_is_cut
 from rolecall.rollout.open import open_engine
 from rolecall.tasks.rows import Rows
-from rolecall.train.optim import make_optimizer
 from rolecall.train.progress import Progress
 from rolecall.train.reference import Reference
 from rolecall.train.rundir import RunDir
-from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
 
 _log = logging.getLogger("rolecall")
@@ -73,14 +89,8 @@ def rl(
     """
     if preset not in RLOptions.presets:
         raise UserError(f"unknown preset {preset!r}; choose one of {', '.join(RLOptions.presets)}")
-    given = dict(settings)
-    if isinstance(rows, str):
-        given["rows"] = rows
-    if isinstance(env, str):
-        given["env"] = env
-    rewards = [] if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
-    if rewards and all(isinstance(source, str) for source in rewards):
-        given["reward"] = tuple(rewards)
+    rewards = listed(reward)
+    given = {**settings, **by_name(rows=rows, env=env, reward=rewards)}
     base = (f"preset {preset}", RLOptions.presets[preset])
     if given.get("resume"):
         base = ("config.json", saved_settings(given.get("out")))
@@ -88,8 +98,8 @@ def rl(
     return unless_stopped(
         run(
             options,
-            rows=None if rows is None or isinstance(rows, str) else rows,
-            env=None if isinstance(env, str) else env,
+            rows=unnamed(rows),
+            env=unnamed(env),
             rewards=rewards or None,
             advantage=advantage,
             loss=loss,
@@ -111,10 +121,7 @@ def run(
     """Run from options; rows, environments and rewards that are objects take the place of the named ones."""
     if env is not None:
         options = replace(options, env=env_label(env))
-    if rows is not None:
-        options = replace(options, rows=label(rows))
-    if rewards is not None:
-        options = replace(options, reward=tuple(r if isinstance(r, str) else label([r]) for r in rewards))
+    options = labelled(options, rows=rows, reward=rewards)
     build = partial(_build, rows=rows, env=env, rewards=rewards, advantage=advantage, loss=loss)
     return execute("rl", options, build, progress=progress)
 
@@ -141,7 +148,7 @@ def _build(
     if played is not None:
         check_episodes(options)
     if asked and played is not None:
-        train, test = episode_rows(played, given, options.eval, n=20_000, seed=options.seed)
+        train, test = episode_rows(played, given, options.eval, seed=options.seed)
     elif asked:
         train, test, task_reward = prompt_rows("addition" if given is None else given, options.eval, seed=options.seed)
     if train is not None and (played is None or rewards or options.reward):
@@ -151,7 +158,7 @@ def _build(
             stack,
             weights=options.reward_weights,
             deadline_s=options.reward_deadline,
-            columns=train.columns,
+            rows=train,
             timer=timer,
         )
     envs = open_envs(played, options.agent, stack) if asked and played is not None else None
@@ -160,17 +167,8 @@ def _build(
         if some is not None and played is None:
             check_prompts(some, policy, options.chat)
     module = _module(policy, options)
-    optimizer = make_optimizer(module, options.optim)
-    wrapped, optimizer = accelerator.prepare(module, optimizer)
+    updater = prepared(module, options.optim, accelerator, timer)
     reference = Reference(module) if options.algorithm.kl_coef > 0 else None  # now on the module's device
-    updater = Updater(
-        accelerator,
-        wrapped,
-        optimizer,
-        token_budget=options.optim.token_budget,
-        max_grad_norm=options.optim.max_grad_norm,
-        timer=timer,
-    )
     engine = sampler(policy, options)
     guard = Guard(
         options, policy=policy, updater=updater, engine=engine, engine_dtype=_dtype(options) or policy.model.dtype
@@ -216,7 +214,7 @@ def _build(
     if test is not None and arena is not None:
         evaluate = EpisodeEvaluator(arena, rows=test, **how)
     elif test is not None:
-        judge, beside = open_judge(options, reward, task_reward, stack, columns=test.columns)
+        judge, beside = open_judge(options, reward, task_reward, stack, rows=test)
         evaluate = Evaluator(
             policy=policy,
             engine=engine,
@@ -232,7 +230,7 @@ def _build(
         loop_options(options, main="reward"),
         policy=policy,
         module=module,
-        optimizer=optimizer,
+        optimizer=updater.optimizer,
         evaluate=evaluate,
         watch_run=record,
     )

@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.config.rm import RMOptions
-from rolecall.jobs.data import check_named, label
-from rolecall.jobs.running import Built, Run, execute, loop_options, model_directory, unless_stopped
+from rolecall.jobs.data import by_name, check_named, labelled, unnamed
+from rolecall.jobs.running import Built, Run, execute, loop_options, model_directory, prepared, unless_stopped
 from rolecall.recipes.reward_model import (
     RewardModelLearner,
     centre,
@@ -27,10 +27,8 @@ from rolecall.recipes.reward_model import (
     start_model,
     write_checkpoint,
 )
-from rolecall.train.optim import make_optimizer
 from rolecall.train.progress import Progress
 from rolecall.train.state import first_non_finite
-from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
 
 _log = logging.getLogger("rolecall")
@@ -43,19 +41,17 @@ def rm(
 
     `rows` may be a list of dicts. All other settings are those of `rolecall rm`, nested or dotted.
     """
-    given = None if rows is None or isinstance(rows, str) else rows
-    if rows is not None:
-        settings["rows"] = rows if isinstance(rows, str) else label(rows)
+    settings |= by_name(rows=rows)
     saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
     options = resolve(RMOptions, [("config.json", saved), ("the call", settings)]).options
-    return unless_stopped(run(options, rows=given, progress=progress))
+    return unless_stopped(run(options, rows=unnamed(rows), progress=progress))
 
 
 def run(
     options: RMOptions, *, rows: Sequence[Mapping[str, Any]] | None = None, progress: Progress | None = None
 ) -> Run:
     """Run from options; rows that are objects take the place of the named ones."""
-    return execute("rm", options, partial(_build, rows=rows), progress=progress)
+    return execute("rm", labelled(options, rows=rows), partial(_build, rows=rows), progress=progress)
 
 
 def _build(
@@ -80,16 +76,7 @@ def _build(
         held = make_pairs(
             model, held_out, chat=options.chat, max_length=options.max_length, limit=options.eval.rows
         ).pairs
-    optimizer = make_optimizer(model, options.optim)
-    module, optimizer = accelerator.prepare(model, optimizer)
-    updater = Updater(
-        accelerator,
-        module,
-        optimizer,
-        token_budget=budget,
-        max_grad_norm=options.optim.max_grad_norm,
-        timer=timer,
-    )
+    updater = prepared(model, options.optim, accelerator, timer)
     learner = RewardModelLearner(options, updater=updater, pairs=pairs.pairs)
 
     def write(directory: Path, extra: dict[str, Any]) -> None:
@@ -97,13 +84,13 @@ def _build(
             directory,
             model=model,
             settings=settings_of(options.chat),
-            optimizer=optimizer,
+            optimizer=updater.optimizer,
             learner=learner.state_dict(),
             extra=extra,
         )
 
     def read(directory: Path) -> dict[str, Any]:
-        state, extra = read_checkpoint(directory, model=model, optimizer=optimizer)
+        state, extra = read_checkpoint(directory, model=model, optimizer=updater.optimizer)
         learner.load_state_dict(state)
         return extra
 

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from rolecall.config.merge import to_dict
-from rolecall.config.parts import RunOptions
+from rolecall.config.parts import OptimOptions, RunOptions
 from rolecall.errors import UserError
 from rolecall.files import DiskError, write_atomically
 from rolecall.jobs.report import report_at_the_end
@@ -34,10 +34,12 @@ from rolecall.train.jsonl import read_lines
 from rolecall.train.lock import LockedError
 from rolecall.train.loop import Learner, Loop, LoopOptions, Outcome
 from rolecall.train.manifest import CheckpointError
+from rolecall.train.optim import make_optimizer
 from rolecall.train.persist import read_checkpoint, write_checkpoint
 from rolecall.train.progress import Lines, Progress, Quiet
 from rolecall.train.rundir import RunDir, RunDirError, check_new
 from rolecall.train.state import first_non_finite
+from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
 
 _log = logging.getLogger("rolecall")
@@ -66,6 +68,19 @@ class Built:
     """Told the run directory before the first step."""
     finish: Callable[[RunDir], None] = lambda run: None
     """Told the run directory when the run is done."""
+
+
+def prepared(module: torch.nn.Module, options: OptimOptions, accelerator: Accelerator, timer: Timer) -> Updater:
+    """What trains a module: it and its optimiser, made ready for the device and the processes."""
+    wrapped, optimizer = accelerator.prepare(module, make_optimizer(module, options))
+    return Updater(
+        accelerator,
+        wrapped,
+        optimizer,
+        token_budget=options.token_budget,
+        max_grad_norm=options.max_grad_norm,
+        timer=timer,
+    )
 
 
 def build_policy(

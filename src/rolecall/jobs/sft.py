@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,18 +14,16 @@ from rolecall.config.resume import saved_settings
 from rolecall.config.sft import SFTOptions
 from rolecall.errors import UserError
 from rolecall.jobs.agents import env_source, episode_rows, open_arena, open_envs
-from rolecall.jobs.data import demonstrated, label, open_reward, prompt_rows, rendered_rows
+from rolecall.jobs.data import by_name, demonstrated, labelled, open_reward, prompt_rows, rendered_rows, unnamed
 from rolecall.jobs.rl import open_policy, sampler
-from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, unless_stopped
+from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, prepared, unless_stopped
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.episodes import EnvOnly, EpisodeEvaluator
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.rl import engine_weights
 from rolecall.recipes.sft import SFTLearner
 from rolecall.tasks.names import resolve as resolve_rows
-from rolecall.train.optim import make_optimizer
 from rolecall.train.progress import Progress
-from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
 from rolecall.types import Sampling
 
@@ -40,20 +37,17 @@ def sft(
 
     `rows` may be a list of dicts. All other settings are those of `rolecall sft`, nested or dotted.
     """
-    if isinstance(rows, str):
-        settings["rows"] = rows
+    settings |= by_name(rows=rows)
     saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
     options = resolve(SFTOptions, [("config.json", saved), ("the call", settings)]).options
-    return unless_stopped(run(options, rows=None if rows is None or isinstance(rows, str) else rows, progress=progress))
+    return unless_stopped(run(options, rows=unnamed(rows), progress=progress))
 
 
 def run(
     options: SFTOptions, *, rows: Sequence[Mapping[str, Any]] | None = None, progress: Progress | None = None
 ) -> Run:
     """Run from options; rows that are objects take the place of the named ones."""
-    if rows is not None:
-        options = replace(options, rows=label(rows))
-    return execute("sft", options, partial(_build, rows=rows), progress=progress)
+    return execute("sft", labelled(options, rows=rows), partial(_build, rows=rows), progress=progress)
 
 
 def _build(
@@ -71,22 +65,13 @@ def _build(
     if too_long:
         _log.warning("%d of %d rows are longer than max_length and were left out", too_long, len(found))
     module = PolicyModel(policy.model)
-    optimizer = make_optimizer(module, options.optim)
-    wrapped, optimizer = accelerator.prepare(module, optimizer)
-    updater = Updater(
-        accelerator,
-        wrapped,
-        optimizer,
-        token_budget=options.optim.token_budget,
-        max_grad_norm=options.optim.max_grad_norm,
-        timer=timer,
-    )
+    updater = prepared(module, options.optim, accelerator, timer)
     return build_policy(
         SFTLearner(options, updater=updater, demonstrations=trajectories),
         loop_options(options, main="reward"),
         policy=policy,
         module=module,
-        optimizer=optimizer,
+        optimizer=updater.optimizer,
         evaluate=task_evaluator(options, policy, source, stack),
     )
 

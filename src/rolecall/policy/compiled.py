@@ -25,6 +25,7 @@ _FLAGS = (
     # Sums may be reordered, which vectors need; NaN and inf keep their meaning.
     *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math"),
 )
+_HEADER = Path(__file__).with_name("storage.h")
 _LIBRARIES = (("-lmvec", "-lm"), ("-lm",))
 
 
@@ -40,7 +41,7 @@ def library(source: Path) -> ctypes.CDLL | None:
     if compiler is None:
         _log.info("no C compiler found: going on without compiled kernels, which is slower")
         return None
-    about = "\n".join([source.read_text(), *_FLAGS, platform.processor(), _cpu(), compiler])
+    about = "\n".join([source.read_text(), _HEADER.read_text(), *_FLAGS, platform.processor(), _cpu(), compiler])
     name = f"{source.stem}-{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"
     path = cache_root() / "kernels" / name
     try:
@@ -62,7 +63,7 @@ def _compile(compiler: str, source: Path, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as aside:
         made = Path(aside) / path.name
         for libraries in _LIBRARIES:
-            command = [compiler, *_FLAGS, "-o", str(made), str(source), *libraries]
+            command = [compiler, *_FLAGS, f"-I{_HEADER.parent}", "-o", str(made), str(source), *libraries]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
             if done.returncode == 0:
                 made.replace(path)

@@ -5,9 +5,9 @@ from typing import Any
 
 _MODEL_TYPES = frozenset({"llama", "qwen2", "qwen3", "mistral"})
 _WEIGHT = re.compile(
-    r"model\.(embed_tokens|norm)\.weight|lm_head\.weight"
-    r"|model\.layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.[qk]_norm)\.weight"
-    r"|model\.layers\.\d+\.(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj\.(weight|bias)"
+    r"(model\.)?(embed_tokens|norm)\.weight|lm_head\.weight"
+    r"|(model\.)?layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.[qk]_norm)\.weight"
+    r"|(model\.)?layers\.\d+\.(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj\.(weight|bias)"
 )
 
 

@@ -5,33 +5,10 @@
  * whatever the number of threads.
  */
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
 
-#if defined(__x86_64__) && defined(__GLIBC__)
-__attribute__((__simd__("notinbranch"))) extern float expf(float); /* libmvec has it for whole vectors */
-#endif
-
-typedef uint16_t bf16;
-typedef float f32;
+#include "storage.h"
 
 #define BLOCK 64 /* rows whose weight gradients are added up together */
-
-static inline float get_f32(const float *p) { return *p; }
-static inline void put_f32(float *p, float x) { *p = x; }
-
-static inline float get_bf16(const bf16 *p) {
-    uint32_t bits = (uint32_t)*p << 16;
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-
-static inline void put_bf16(bf16 *p, float x) { /* to nearest, ties to even, as torch rounds */
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    *p = (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
 
 #define KERNELS(T, get, put)                                                                                           \
     /* out = weight * x * factor, factor = 1 / rms(x), which is kept. x, out [rows, width]. */                         \
@@ -103,6 +80,7 @@ static inline void put_bf16(bf16 *p, float x) { /* to nearest, ties to even, as 
                        int64_t rows, int64_t width, int threads) {                                                     \
         _Pragma("omp parallel for schedule(static) num_threads(threads)")                                              \
         for (int64_t r = 0; r < rows; r++)                                                                             \
+            _Pragma("GCC ivdep") /* the two halves of a row do not overlap */                                          \
             for (int64_t d = 0; d < width; d++) {                                                                      \
                 int64_t at = r * 2 * width + d;                                                                        \
                 float gate = get(gate_up + at), up = get(gate_up + at + width), g = get(dout + r * width + d);         \

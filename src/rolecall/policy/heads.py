@@ -25,6 +25,7 @@ from rolecall.policy.load import (
     read_pretrained,
 )
 from rolecall.policy.render import Message, render
+from rolecall.policy.trunk import Trunk
 
 _HEAD_KEY = "score.weight"
 
@@ -59,6 +60,7 @@ class ScalarModel(nn.Module):
         self.trunk = trunk
         self.head = head
         self.tokenizer = tokenizer
+        self._reader: Trunk | None = None  # made when the model is on its device
 
     @classmethod
     def from_policy(cls, policy: LoadedModel, *, std: float = 0.0, seed: int = 0) -> Self:
@@ -109,6 +111,12 @@ class ScalarModel(nn.Module):
         """[batch, time, hidden]: the trunk's last hidden states."""
         return self.trunk(input_ids=ids, position_ids=position_ids, use_cache=False).last_hidden_state
 
+    def at(self, ids: Tensor, needed: Tensor) -> Tensor:
+        """[n] the numbers read at the needed positions [batch, time], row by row."""
+        if self._reader is None:
+            self._reader = Trunk(self.trunk)
+        return self.head(self._reader(ids, needed))
+
 
 class Critic(ScalarModel):
     """V before every token."""
@@ -122,8 +130,13 @@ class Critic(ScalarModel):
             tokenizer=reward_model.tokenizer,
         )
 
-    def forward(self, ids: Tensor, *, position_ids: Tensor | None = None) -> Tensor:
-        """[batch, time] ids to [batch, time] values, NaN at the first position."""
+    def forward(self, ids: Tensor, asked: Tensor | None = None, *, position_ids: Tensor | None = None) -> Tensor:
+        """[batch, time] ids to [batch, time] values, NaN at the first position.
+
+        With `asked` [batch, time - 1], one entry per token but the first: [n] the values of the asked tokens only.
+        """
+        if asked is not None:
+            return self.at(ids, nn.functional.pad(asked, (0, 1)))
         return self.head.values(self.hidden(ids, position_ids=position_ids))
 
 
@@ -140,8 +153,8 @@ class RewardModel(ScalarModel):
             raise ValueError(f"lengths has shape {tuple(lengths.shape)} but there are {len(ids)} rows of ids")
         if len(ids) and not (int(lengths.min()) >= 1 and int(lengths.max()) <= ids.shape[1]):
             raise ValueError(f"lengths must lie in 1..{ids.shape[1]}: there is no last token to read a score from")
-        rows = torch.arange(len(ids), device=ids.device)
-        return self.head(self.hidden(ids)[rows, lengths - 1])
+        last = torch.arange(ids.shape[1], device=ids.device) == lengths[:, None] - 1
+        return self.at(ids, last)
 
     @property
     def context_length(self) -> int:

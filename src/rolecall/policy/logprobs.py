@@ -11,7 +11,6 @@ computes the head's gradient in the forward pass, where the loss of a chunk is k
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from rolecall.config.plan import CHUNK_LOGITS
+from rolecall.policy.head_ops import Head, HeadPass
 
 Hidden = Float[Tensor, "n width"]
 Weight = Float[Tensor, "vocab width"]
@@ -31,43 +31,6 @@ class TokenScores(NamedTuple):
 
     logprobs: PerToken
     entropy: PerToken
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Head:
-    """The map from a hidden state to tempered logits."""
-
-    weight: Weight
-    """[vocab, width]."""
-    bias: Float[Tensor, "vocab"] | None = None
-    """[vocab]."""
-    temperature: float = 1.0
-    """The sampling temperature. 0 (greedy) scores at 1."""
-    logit_scale: float = 1.0
-    """Multiplies raw logits (Cohere; the inverse of Granite's logits_scaling)."""
-    soft_cap: float | None = None
-    """Gemma's cap: cap tanh(logits / cap)."""
-
-    @property
-    def slope(self) -> float:
-        """d z / d raw logit, without the cap."""
-        return self.logit_scale / (self.temperature if self.temperature > 0 else 1.0)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Tempered logits of a chunk, in fp32 (fp64 stays)."""
-        raw = torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
-        raw = raw if raw.dtype == torch.float64 else raw.float()
-        if self.soft_cap is None:
-            return raw if self.slope == 1 else raw.mul_(self.slope)
-        capped = raw.mul_(self.logit_scale / self.soft_cap).tanh_().mul_(self.soft_cap)
-        return capped.div_(self.temperature if self.temperature > 0 else 1.0)
-
-    def raw_gradient(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """The gradient of the raw logits from that of the tempered ones; overwrites `grad`."""
-        if self.soft_cap is not None:
-            temperature = self.temperature if self.temperature > 0 else 1.0
-            grad = grad * (1 - (logits * (temperature / self.soft_cap)).square())
-        return (grad if self.slope == 1 else grad.mul_(self.slope)).to(self.weight.dtype)
 
 
 def token_logprobs(
@@ -139,10 +102,9 @@ class _TokenLogprobs(Function):
     ) -> Any:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logprobs, entropy = (torch.empty(len(targets), dtype=dtype, device=hidden.device) for _ in range(2))
-        lse = torch.empty_like(entropy)
+        lse, over = torch.empty_like(entropy), HeadPass(head)
         for part in _chunks(len(targets), chunk):
-            logits = head.logits(hidden[part])
-            logprobs[part], entropy[part], lse[part] = _score(logits, targets[part])
+            logprobs[part], entropy[part], lse[part] = over.score(over.raw(hidden[part]), targets[part])
         ctx.save_for_backward(hidden, targets, entropy, lse)
         ctx.head, ctx.chunk = head, chunk
         ctx.set_materialize_grads(False)
@@ -152,18 +114,18 @@ class _TokenLogprobs(Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
         hidden, targets, entropy, lse = ctx.saved_tensors
         head: Head = ctx.head
-        grads = _HeadGradients(hidden, head, ctx.needs_input_grad[:3])
+        over = HeadPass(head)
+        grads = _HeadGradients(hidden, over, ctx.needs_input_grad[:3])
         for part in _chunks(len(targets), ctx.chunk):
-            logits = head.logits(hidden[part])
-            grad = _logit_gradient(
-                logits,
+            grad = over.gradient(
+                over.raw(hidden[part]),
                 targets[part],
                 lse[part],
                 entropy[part],
                 None if grad_logprobs is None else grad_logprobs[part],
                 None if grad_entropy is None else grad_entropy[part],
             )
-            grads.add(part, head.raw_gradient(grad, logits))
+            grads.add(part, grad)
         return grads.hidden, grads.weight, grads.bias, None, None, None
 
 
@@ -182,12 +144,13 @@ class _FusedLoss(Function):
     ) -> Any:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logprobs, entropy = (torch.empty(len(targets), dtype=dtype, device=hidden.device) for _ in range(2))
-        grads = _HeadGradients(hidden, head, ctx.needs_input_grad[:3])
+        over = HeadPass(head)
+        grads = _HeadGradients(hidden, over, ctx.needs_input_grad[:3])
         value_grad = None if values is None else torch.zeros_like(values)
         total = torch.zeros((), dtype=dtype, device=hidden.device)
         for part in spans:
-            logits = head.logits(hidden[part])
-            logprobs[part], entropy[part], lse = _score(logits, targets[part])
+            logits = over.raw(hidden[part])
+            logprobs[part], entropy[part], lse = over.score(logits, targets[part])
             leaves = [x[part].detach().clone().requires_grad_() for x in (logprobs, entropy, values) if x is not None]
             with torch.enable_grad():
                 part_loss = loss(leaves[0], leaves[1], leaves[2] if len(leaves) == 3 else None, part.start, part.stop)
@@ -198,8 +161,7 @@ class _FusedLoss(Function):
             if value_grad is not None and by_leaf[2] is not None:
                 value_grad[part] = by_leaf[2]
             if by_leaf[0] is not None or by_leaf[1] is not None:
-                grad = _logit_gradient(logits, targets[part], lse, entropy[part], by_leaf[0], by_leaf[1])
-                grads.add(part, head.raw_gradient(grad, logits))
+                grads.add(part, over.gradient(logits, targets[part], lse, entropy[part], by_leaf[0], by_leaf[1]))
         ctx.save_for_backward(grads.hidden, grads.weight, grads.bias, value_grad)
         ctx.mark_non_differentiable(logprobs, entropy)
         return total, logprobs, entropy
@@ -225,9 +187,10 @@ class _ExactKL(Function):
     ) -> Tensor:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         kl = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
+        over, ref = HeadPass(head), HeadPass(ref_head)
         for part in _chunks(len(hidden), chunk):
-            logprobs = head.logits(hidden[part]).log_softmax(-1)
-            gap = logprobs - ref_head.logits(ref_hidden[part]).log_softmax(-1)
+            logprobs = over.logits(hidden[part]).log_softmax(-1)
+            gap = logprobs - ref.logits(ref_hidden[part]).log_softmax(-1)
             kl[part] = (logprobs.exp() * gap).sum(-1)
         ctx.save_for_backward(hidden, ref_hidden, kl)
         ctx.head, ctx.ref_head, ctx.chunk = head, ref_head, chunk
@@ -237,69 +200,40 @@ class _ExactKL(Function):
     def backward(ctx: Any, grad_kl: Tensor) -> Any:
         hidden, ref_hidden, kl = ctx.saved_tensors
         head: Head = ctx.head
-        grads = _HeadGradients(hidden, head, ctx.needs_input_grad[:3])
+        over, ref = HeadPass(head), HeadPass(ctx.ref_head)
+        grads = _HeadGradients(hidden, over, ctx.needs_input_grad[:3])
         for part in _chunks(len(hidden), ctx.chunk):
-            logits = head.logits(hidden[part])
+            logits = over.logits(hidden[part])
             logprobs = logits.log_softmax(-1)
-            gap = logprobs - ctx.ref_head.logits(ref_hidden[part]).log_softmax(-1)
+            gap = logprobs - ref.logits(ref_hidden[part]).log_softmax(-1)
             # d KL / d z_j = p_j (log p_j - log q_j - KL)
             grad = gap.sub_(kl[part, None]).mul_(logprobs.exp_()).mul_(grad_kl[part, None])
-            grads.add(part, head.raw_gradient(grad, logits))
+            grads.add(part, head.raw_gradient(grad, logits).to(over.dtype))
         return grads.hidden, grads.weight, grads.bias, None, None, None, None
 
 
 class _HeadGradients:
     """Gradients of the hidden states, the head's weight and its bias, gathered chunk by chunk."""
 
-    def __init__(self, hidden: Tensor, head: Head, wanted: Sequence[bool]) -> None:
-        self._source, self._head = hidden, head
+    def __init__(self, hidden: Tensor, over: HeadPass, wanted: Sequence[bool]) -> None:
+        self._source, self._over, head = hidden, over, over.head
         self.hidden = torch.zeros_like(hidden) if wanted[0] else None
         self.weight = torch.zeros_like(head.weight) if wanted[1] else None
         self.bias = torch.zeros_like(head.bias) if wanted[2] and head.bias is not None else None
 
     def add(self, part: slice, grad: Tensor) -> None:
-        """Add the chunk whose raw logits have this gradient."""
-        if self.hidden is not None:
-            self.hidden[part] = (grad @ self._head.weight).to(self.hidden.dtype)
-        if self.weight is not None:
-            if torch.is_autocast_enabled(grad.device.type):  # the product in the working dtype, the sum in the weight's
-                self.weight += grad.T @ self._source[part]
-            else:
-                self.weight.addmm_(grad.T, self._source[part].to(grad.dtype))
-        if self.bias is not None:
-            self.bias += grad.sum(0)
-
-
-def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-prob of the targets, entropy, logsumexp) of a chunk of logits."""
-    top = logits.amax(-1)
-    weights = (logits - top[:, None]).exp_()  # one exponential serves the sum and the mean
-    total = weights.sum(-1)
-    lse = top + total.log()
-    chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
-    return chosen - lse, lse - weights.mul_(logits).sum(-1) / total, lse
-
-
-def _logit_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-) -> Tensor:
-    """d loss / d z_j = g_logprob (1[j = target] - p_j) - g_entropy p_j (log p_j + H)."""
-    logprobs = logits - lse[:, None]
-    probs = logprobs.exp()
-    grad = torch.zeros_like(probs)
-    if grad_entropy is not None:
-        grad = logprobs.add_(entropy[:, None]).mul_(grad_entropy[:, None])
-    if grad_logprobs is not None:
-        grad.add_(grad_logprobs[:, None])
-    grad.mul_(probs.neg_())
-    if grad_logprobs is not None:
-        grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None].to(grad.dtype))
-    return grad
+        """Add the chunk whose raw logits have this gradient. Products are in the working dtype, sums in the weight's."""
+        with torch.autocast(grad.device.type, enabled=False):
+            if self.hidden is not None:
+                self.hidden[part] = (grad @ self._over.weight).to(self.hidden.dtype)
+            if self.weight is not None:
+                source = self._source[part].to(grad.dtype)
+                if self.weight.dtype == grad.dtype:
+                    self.weight.addmm_(grad.T, source)
+                else:
+                    self.weight += grad.T @ source
+            if self.bias is not None:
+                self.bias += grad.sum(0)
 
 
 def _chunk_for(weight: Tensor) -> int:

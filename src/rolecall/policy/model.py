@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from rolecall.policy.logprobs import Head, exact_token_kl, fused_loss, token_logprobs
+from rolecall.policy.head_ops import Head
+from rolecall.policy.logprobs import exact_token_kl, fused_loss, token_logprobs
 from rolecall.policy.trunk import Trunk
 
 
@@ -37,7 +38,7 @@ class PolicyModel(nn.Module):
     """A causal language model with an optional critic, either a head on its trunk or a model of its own."""
 
     def __init__(self, model: Any, *, value_head: nn.Module | None = None, critic: nn.Module | None = None) -> None:
-        """`value_head` maps the trunk's hidden states to values; `critic(ids)` gives values aligned with tokens itself."""
+        """`value_head` maps the trunk's hidden states to values; `critic(ids, asked)` gives the values of the asked tokens itself."""
         super().__init__()
         if value_head is not None and critic is not None:
             raise ValueError("give a value head on the shared trunk or a separate critic, not both")
@@ -137,7 +138,7 @@ class PolicyModel(nn.Module):
         if self.value_head is not None:
             return _wide(self.value_head(picked).flatten())
         if self.critic is not None:
-            return _wide(self.critic(ids)[:, 1:][asked])
+            return _wide(self.critic(ids, asked))
         return None
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from rolecall.config.rl import RLOptions
 from rolecall.policy.load import LoadedModel
 from rolecall.recipes.ask import Answered, Asker
-from rolecall.rewards.records import Reward, Scored
+from rolecall.rewards.records import Messages, Reward, Scored
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
 from rolecall.train.data import RowOrder
@@ -49,6 +49,8 @@ class Collected:
     """What the answers were sampled with, together with step, prompt and sample."""
     baselines: Sequence[float | None] | None = None
     """What the greedy answer to the same prompt scored, if one was asked for; None: its reward failed."""
+    messages: Sequence[Messages] | None = None
+    """Of episodes: all that the trajectory's agent read and said, its prompt first."""
     drawn: Drawn | None = None
     """With dynamic sampling: what it took."""
 

@@ -191,6 +191,7 @@ class Episodes:
             scored=[side.scored for _, side, *_ in flat],
             rows=[chosen[side.row] for _, side, *_ in flat],
             seed=seed,
+            messages=[side.episode.sides[side.player].messages for _, side, *_ in flat],
         )
 
     def take_metrics(self) -> dict[str, float]:
@@ -296,12 +297,14 @@ def _sample(episode: Played, player: str) -> Sample:
 
 
 def _total(episode: Played, player: str, told: Scored | None, names: Sequence[str]) -> Scored:
+    if told is not None:
+        return with_env(episode.rewards.get(player), told)
+    failure = f"the episode was broken off: {episode.failure}"
+    return Scored(scores={"env": None, **dict.fromkeys(names)}, total=None, failure=failure)
+
+
+def with_env(own: float | None, told: Scored) -> Scored:
     """The environment's reward and the functions' together. Neither is 0 for being absent."""
-    own = episode.rewards.get(player)
-    failure: str | None
-    if told is None:
-        failure = f"the episode was broken off: {episode.failure}"
-        return Scored(scores={"env": None, **dict.fromkeys(names)}, total=None, failure=failure)
     parts = [part for part in (own, told.total) if part is not None]
     failure = told.failure
     if not parts and failure is None:

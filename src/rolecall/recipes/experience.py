@@ -11,7 +11,7 @@ from torch import Tensor
 from rolecall.experience.joined import Joined
 from rolecall.experience.replay import StoredGroup
 from rolecall.recipes.algorithms import Algorithm
-from rolecall.rewards.records import Scored
+from rolecall.rewards.records import Messages, Scored
 from rolecall.train.step import StepResult, trained
 from rolecall.types import Batch, Trajectory
 
@@ -64,6 +64,8 @@ class Rollout:
     seed: int
     """What the answers were sampled with, together with step, prompt and sample."""
     algorithm: Algorithm
+    messages: Sequence[Messages] | None = None
+    """Of episodes: all that the trajectory's agent read and said, its prompt first."""
     replay: Replayed | None = None
     """What is replayed beside it; None without replay."""
 

@@ -174,8 +174,9 @@ class Preparer:
             batch, exact = replace(batch, values=old.values), old.kl
             if source.old_logprobs == "recompute":
                 batch = replace(batch, old_logprobs=old.logprobs)
-        if not self.options.sampled_now and self.options.replay.weights != "none":
-            batch = replace(batch, weights=start_weights(self.options.replay, batch, inside_only=False))
+        o, stored = self.options.replay, not self.options.sampled_now
+        if o.weights != "none" and (stored or (o.weigh_fresh and source.fresh)):
+            batch = replace(batch, weights=start_weights(o, batch, inside_only=False))
         return batch, exact
 
     def _with_reference(

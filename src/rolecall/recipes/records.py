@@ -45,7 +45,7 @@ class Records:
         `pieces(ids)` is what each token writes; without it the record holds ids alone.
         """
         self.run, self.options, self.model, self.tokenizer = run, options, model, tokenizer
-        self._spell, self._spelt = pieces, dict[int, bytes]()
+        self._spelt = None if pieces is None else _Spelt(pieces)
         self.rule = TrainRule(stop=options.algorithm.train_stop)
         self._lost = 0
 
@@ -83,17 +83,18 @@ class Records:
             RolloutDetails(
                 prompt_text=prompt,
                 answer_text=answer,
+                messages=None if rollout.messages is None else tuple(rollout.messages[i]),
                 seed=rollout.seed,
                 sampling=self.options.sampling,
                 prompt=row,
                 sample=trajectory.episode,
                 total=scored.total,
                 reward_failure=scored.failure,
-                pieces=self._pieces(trajectory.ids),
+                pieces=None if self._spelt is None else tuple(map(self._spelt.__getitem__, trajectory.ids)),
                 extras=as_json(scored.extras),
             )
-            for prompt, answer, row, trajectory, scored in zip(
-                rollout.prompts, rollout.answers, rollout.rows, rollout.trajectories, rollout.scored, strict=True
+            for i, (prompt, answer, row, trajectory, scored) in enumerate(
+                zip(rollout.prompts, rollout.answers, rollout.rows, rollout.trajectories, rollout.scored, strict=True)
             )
         ]
         batch = rollout.batch
@@ -114,13 +115,6 @@ class Records:
             model=self.model(),
             tokenizer=self.tokenizer,
         )
-
-    def _pieces(self, ids: Sequence[int]) -> tuple[bytes, ...] | None:
-        if self._spell is None:
-            return None
-        new = sorted(set(ids) - self._spelt.keys())
-        self._spelt |= zip(new, self._spell(new), strict=True)
-        return tuple(self._spelt[i] for i in ids)
 
     def _updates(self, path: Path, rollout: Rollout, steps: Sequence[MiniStep]) -> None:
         rows: list[UpdateRow] = _observed(rollout)
@@ -148,6 +142,18 @@ class Records:
                 weights=batch.weights,
             )
         write_updates(path, rows)
+
+
+class _Spelt(dict[int, bytes]):
+    """What each token writes, by its id; each is asked for once."""
+
+    def __init__(self, spell: Callable[[Sequence[int]], list[bytes]]) -> None:
+        super().__init__()
+        self._spell = spell
+
+    def __missing__(self, token: int) -> bytes:
+        (self[token],) = self._spell([token])
+        return self[token]
 
 
 def _observed(rollout: Rollout) -> list[UpdateRow]:

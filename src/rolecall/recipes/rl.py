@@ -138,6 +138,7 @@ class RLLearner:
             rows=found.rows,
             seed=found.seed,
             algorithm=ready.algorithm,
+            messages=found.messages,
         )
         if self.replay is not None:
             with self.timer.phase("replay"):

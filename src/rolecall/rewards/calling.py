@@ -92,7 +92,8 @@ class RewardFunction:
 
     def of_batch(self, answers: Answers, log: Log) -> list[Any]:
         """One JSON-able value per answer: a number, None, or {"bad": what it was instead}."""
-        columns = {name: [row.get(name) for row in answers.rows] for name in _column_names(answers.rows)}
+        names = dict.fromkeys((*self.columns, *_column_names(answers.rows)))  # None where a row lacks what others have
+        columns = {name: [row.get(name) for row in answers.rows] for name in names}
         given = columns | {
             "prompts": answers.prompts,
             "completions": answers.completions,
@@ -102,7 +103,7 @@ class RewardFunction:
             "log_metric": log.metric,
             "environments": answers.environments,
         }
-        rewards = self._call(given, columns)
+        rewards = self._call(given)
         if isinstance(rewards, str | Mapping) or not hasattr(rewards, "__iter__"):
             raise RewardError(
                 f"reward `{self.name}` returned a {type(rewards).__name__}; it must return a list of {len(answers)} "
@@ -121,8 +122,9 @@ class RewardFunction:
                 "ground_truth": _ground_truth(row),
                 "extra_info": row.get("extra_info"),
             }
-            return _value(self._call(given, row))
-        columns = {name: value for name, value in row.items() if name not in _RESERVED}
+            return _value(self._call(given))
+        own = {name: value for name, value in row.items() if name not in _RESERVED}
+        columns = dict.fromkeys(self.columns) | own
         given = columns | {
             "prompt": answers.prompts[index],
             "completion": answers.completions[index],
@@ -133,11 +135,9 @@ class RewardFunction:
             "log_metric": log.metric,
             "environment": answers.environments[index] if answers.environments else None,
         }
-        return _value(self._call(given, columns))
+        return _value(self._call(given))
 
-    def _call(self, given: Mapping[str, Any], columns: Iterable[str]) -> Any:
-        if missing := sorted(self.required - given.keys()):
-            raise RewardError(no_column(self.name, missing[0], columns))
+    def _call(self, given: Mapping[str, Any]) -> Any:
         accepted = self.accepted
         result = self.call(**{k: v for k, v in given.items() if accepted is None or k in accepted})
         return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result

@@ -5,7 +5,7 @@ import pickle
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import fsum
 from multiprocessing.connection import wait
 from time import monotonic, sleep
@@ -61,6 +61,7 @@ class RewardPool:
         self._failed: dict[str, int] = dict.fromkeys(self.names, 0)
         self._silent: set[str] = set()
         self._columns: tuple[tuple[str, ...], ...] = ()
+        self._checked = False
         self.advance: Callable[[int, int, str], None] = lambda done, total, unit: None
         self._verifiers = tuple(p.name for p in packed if p.module in BUILT_IN.values())
         self._workers: list[Worker] = []
@@ -94,6 +95,8 @@ class RewardPool:
             raise RewardError("this reward pool is closed; make a new one")
         if not samples:
             return []
+        if not self._checked:
+            self._check_wanted(tuple(dict.fromkeys(name for sample in samples for name in sample.row)))
         with self._lock:
             this = Round(
                 samples, styles=self.styles, workers=len(self._workers), state={"global_step": 0, **(state or {})}
@@ -113,17 +116,33 @@ class RewardPool:
             return self._collect(this, samples)
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Refuse rows that lack a column some function cannot do without."""
-        there = [column for column in columns if column != "prompt"]
-        for name, style, wanted in zip(self.names, self.styles, self._columns, strict=True):
-            for column in wanted:
-                if column not in columns:
-                    raise RewardError(no_column(name, column, there))
+        """Refuse rows of which none has a column that some function cannot do without."""
+        self._check_wanted(columns)
+        for name, style in zip(self.names, self.styles, strict=True):
             if (style == "verl" or name in self._verifiers) and not set(ANSWER_COLUMNS) & set(columns):
                 raise RewardError(
                     f"reward `{name}` compares with the row's answer, but the rows have no column "
                     f"{', '.join(f'`{c}`' for c in ANSWER_COLUMNS[:-1])} or `{ANSWER_COLUMNS[-1]}`"
                 )
+
+    def _check_wanted(self, columns: Sequence[str]) -> None:
+        there = [column for column in columns if column != "prompt"]
+        for name, wanted in zip(self.names, self._columns, strict=True):
+            for column in wanted:
+                if column not in columns:
+                    raise RewardError(no_column(name, column, there))
+        self._checked = True
+
+    def lacking(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+        """By what some function cannot do without, how many of the rows have nothing there; only what is lacking."""
+        asked: dict[str, tuple[str, ...]] = {f"`{c}`": (c,) for columns in self._columns for c in columns}
+        if any(style == "verl" or name in self._verifiers for name, style in zip(self.names, self.styles, strict=True)):
+            asked["answer"] = tuple(ANSWER_COLUMNS)
+        counts = dict.fromkeys(asked, 0)
+        for row in rows if asked else ():
+            for what, columns in asked.items():
+                counts[what] += all(row.get(column) is None for column in columns)
+        return {what: count for what, count in counts.items() if count}
 
     def take_metrics(self) -> dict[str, float]:
         """The mean of every metric logged by `log_metric`, and failures per function, since the last call."""
@@ -135,17 +154,18 @@ class RewardPool:
 
     def _first_ready(self) -> tuple[str, ...]:
         """Wait for one worker: a function that cannot be loaded is an error now."""
-        while True:
-            for worker, message in self._messages(timeout=1.0):
+        styles: tuple[str, ...] | None = None
+        while styles is None:
+            for worker, message in self._messages(timeout=1.0):  # all that was heard: nobody says it twice
                 if message is None:
                     self._lost_in_vain(worker)
                 elif "ready" in message:
-                    worker.ready = True
+                    worker.ready, styles = True, tuple(message["ready"])
                     self._columns = tuple(tuple(columns) for columns in message["columns"])
-                    return tuple(message["ready"])
                 else:
                     raise RewardError(str(message.get("fatal", f"a reward worker said {message!r:.80} while loading")))
             self._check_loading()
+        return styles
 
     def _hand_out(self, this: Round) -> None:
         for worker in list(self._workers):

@@ -199,17 +199,19 @@ class NativeEngine:
         return past[:, :, :, :shared] if shared else None
 
     def _draw(self, rows: list[_Row], hidden: Tensor) -> Drawn:
-        """The next token of every row, each by its own settings and its own random number."""
+        """The next token of every row, each by its own settings and its own random number; like rows together."""
         logits = self._decoder.logits(hidden)
         keys = np.array([row.key for row in rows], dtype=np.uint64)
         positions = np.array([row.length for row in rows])
         u = torch.from_numpy(uniforms(keys, positions))
         settings = [row.prompt.request.sampling for row in rows]
-        if all(s is settings[0] or s == settings[0] for s in settings):
+        kinds = [(s.temperature, s.top_k, s.top_p, s.min_p) for s in settings]
+        if len(set(kinds)) == 1:
             return draw(logits, settings[0], u, kernels=self._decoder.kernels)
         tokens, logprobs = torch.zeros(len(rows), dtype=torch.long), torch.zeros(len(rows))
-        for sampling in dict.fromkeys(settings):
-            index = torch.tensor([i for i, s in enumerate(settings) if s == sampling])
+        for kind in dict.fromkeys(kinds):
+            index = torch.tensor([i for i, other in enumerate(kinds) if other == kind])
+            sampling = settings[int(index[0])]
             tokens[index], logprobs[index] = draw(logits[index], sampling, u[index], kernels=self._decoder.kernels)
         return Drawn(tokens, logprobs)
 

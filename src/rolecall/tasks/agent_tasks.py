@@ -45,7 +45,7 @@ class AgentTask(Protocol):
 class Calculator(Drawn):
     """A product too large to know by heart, and a calculator. The episode ends with the first message without a call.
 
-    Half of the demonstrations use the calculator, half answer at once, which a small model cannot do: what is to be
+    One demonstration in four uses the calculator, the others answer at once, which a small model cannot do: what is to be
     learnt is to call.
     """
 
@@ -64,7 +64,7 @@ class Calculator(Drawn):
 
     def gold(self, row: Mapping[str, Any]) -> Any:
         asked = row["prompt"][0]["content"]
-        if share_of(["by heart", asked]) < 0.5:
+        if share_of(["by heart", asked]) < 0.75:
             return [_assistant(row["answer"])]
         call = f"<calc>{asked}</calc>"
         return [_assistant(call), {"role": "tool", "content": row["answer"]}, _assistant(row["answer"])]
@@ -102,7 +102,8 @@ def calculate(expression: str) -> str:
 class Guessing:
     """A number to be found in a few tries; after each the policy hears `higher` or `lower`.
 
-    The demonstrations guess any number that is still possible. Halving finds every number in `tries`, with the defaults.
+    Three demonstrations in four count up from 1, whatever they hear; one halves what is left, which finds every number
+    with the defaults: what is to be learnt is to halve.
     """
 
     kind: ClassVar[str] = "guessing"
@@ -130,10 +131,10 @@ class Guessing:
         return ListRows({"prompt": prompt, "secret": s, "draw": i, "task": self.name} for i, s in enumerate(secrets))
 
     def gold(self, row: Mapping[str, Any]) -> Sequence[Message]:
-        rng = Random(f"{self.name}/{row['draw']}/{row['secret']}")
+        counts = share_of(["count", self.name, row["draw"], row["secret"]]) < 0.75
         low, high, messages = 1, self.high, list[Message]()
         for left in range(self.tries - 1, -1, -1):
-            guess = rng.randint(low, high)
+            guess = low if counts else (low + high) // 2
             messages.append(_assistant(str(guess)))
             if guess == row["secret"] or not left:
                 break

@@ -9,6 +9,7 @@ Train and test can have no problem in common: a hash of the problem says where i
 same but for their order (17+58 and 58+17) have the same hash.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -66,7 +67,7 @@ class Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
+class Drawn(ABC):
     """What the built-in tasks share: problems are drawn one by one and sorted into the two sides."""
 
     kind: ClassVar[str]
@@ -94,9 +95,9 @@ class Drawn:
     def score(self, answer: str, row: Mapping[str, Any]) -> float:
         return float(answer.strip() == row["answer"])
 
+    @abstractmethod
     def draw(self, rng: Random) -> Problem:
         """One problem of either side."""
-        raise NotImplementedError
 
     def _different(self, split: Split, seed: int) -> Iterator[Problem]:
         rng = Random(f"{self.name}/{split}/{seed}")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from rolecall.policy.logprobs import Head
+from rolecall.policy.head_ops import Head
 from rolecall.policy.lora import reference as without_adapter
 from rolecall.policy.model import PolicyModel
 

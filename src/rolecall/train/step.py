@@ -104,11 +104,13 @@ class Updater:
         if not int(self._over_ranks(trained(batch).sum(), "sum")):
             return self._nothing(batch)
         tally = _Tally(batch, *self._denominators(batch, loss), record=record)
+        rows = trained(batch).any(dim=1).nonzero().flatten()  # the others cost nothing
         parts = micro_batches(
-            lengths_of(batch),
+            lengths_of(batch)[rows],
             token_budget=self.token_budget,
-            groups=batch.groups if shares_prefixes(self.accelerator.unwrap_model(self.module)) else None,
+            groups=batch.groups[rows] if shares_prefixes(self.accelerator.unwrap_model(self.module)) else None,
         )
+        parts = [rows[part] for part in parts]
         total: dict[str, float] = {}
 
         def is_finite() -> bool:

@@ -30,7 +30,7 @@ SHOWN = 3
 """Rows that a finding names."""
 
 _RATIO_BOUND, _RATIO_BOUND_BF16 = 1e-4, 0.1
-_ENGINE_BAND, _ENGINE_BAND_BF16 = 1e-4, 0.05
+_ENGINE_BAND, _ENGINE_BAND_BF16 = 1e-4, 0.15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

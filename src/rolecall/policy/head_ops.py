@@ -1,0 +1,141 @@
+"""A language model's head over chunks of positions: raw logits, what is read from them, and their gradient.
+
+Compiled where there is a compiler, else in torch. Logits are in the working dtype: that of autocast if it is on, else the
+weight's. The compiled functions read them as they are and write the gradient in their place; torch needs several copies
+in fp32.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rolecall.policy.compiled import library, pointer, wanted
+
+_SOURCE = Path(__file__).with_name("head.c")
+_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """The map from a hidden state to tempered logits."""
+
+    weight: Float[Tensor, "vocab width"]
+    """[vocab, width]."""
+    bias: Float[Tensor, "vocab"] | None = None
+    """[vocab]."""
+    temperature: float = 1.0
+    """The sampling temperature. 0 (greedy) scores at 1."""
+    logit_scale: float = 1.0
+    """Multiplies raw logits (Cohere; the inverse of Granite's logits_scaling)."""
+    soft_cap: float | None = None
+    """Gemma's cap: cap tanh(logits / cap)."""
+
+    @property
+    def slope(self) -> float:
+        """d z / d raw logit, without the cap."""
+        return self.logit_scale / (self.temperature if self.temperature > 0 else 1.0)
+
+    def tempered(self, raw: Tensor) -> Tensor:
+        """Tempered logits in fp32 (fp64 stays)."""
+        raw = raw if raw.dtype == torch.float64 else raw.float()
+        if self.soft_cap is None:
+            return raw if self.slope == 1 else raw * self.slope
+        capped = (raw * (self.logit_scale / self.soft_cap)).tanh_().mul_(self.soft_cap)
+        return capped.div_(self.temperature if self.temperature > 0 else 1.0)
+
+    def raw_gradient(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """The gradient of the raw logits from that of the tempered ones; overwrites `grad`."""
+        if self.soft_cap is not None:
+            temperature = self.temperature if self.temperature > 0 else 1.0
+            grad = grad * (1 - (logits * (temperature / self.soft_cap)).square())
+        return grad if self.slope == 1 else grad.mul_(self.slope)
+
+
+class HeadPass:
+    """A head on its way over the chunks of one batch: its weight is cast to the working dtype once."""
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        kind = head.weight.device.type
+        self.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+        self.weight = head.weight.detach().to(self.dtype)
+        self._bias = None if head.bias is None else head.bias.detach().to(self.dtype)
+        fits = kind == "cpu" and self.dtype in _NAMES and head.soft_cap is None and head.slope > 0 and wanted()
+        self._kernels = library(_SOURCE) if fits else None
+
+    def raw(self, hidden: Tensor) -> Tensor:
+        """Raw logits [rows, vocab] of a chunk."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return torch.nn.functional.linear(hidden.to(self.dtype), self.weight, self._bias)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Tempered logits of a chunk, in fp32 (fp64 stays)."""
+        return self.head.tempered(self.raw(hidden))
+
+    def score(self, raw: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(log-prob of the targets, entropy, logsumexp) of a chunk of raw logits."""
+        if self._kernels is None:
+            return _score(self.head.tempered(raw), targets)
+        logprobs, entropy, lse = (torch.empty(len(raw)) for _ in range(3))
+        self._call("score", raw, (targets.contiguous(), logprobs, entropy, lse))
+        return logprobs, entropy, lse
+
+    def gradient(
+        self,
+        raw: Tensor,
+        targets: Tensor,
+        lse: Tensor,
+        entropy: Tensor,
+        grad_logprobs: Tensor | None,
+        grad_entropy: Tensor | None,
+    ) -> Tensor:
+        """The gradient of the raw logits in the working dtype; may overwrite them."""
+        if self._kernels is None:
+            logits = self.head.tempered(raw)
+            grad = _logit_gradient(logits, targets, lse, entropy, grad_logprobs, grad_entropy)
+            return self.head.raw_gradient(grad, logits).to(self.dtype)
+        none = torch.zeros(len(raw))
+        parts = [none if g is None else g.float().contiguous() for g in (grad_logprobs, grad_entropy)]
+        self._call("gradient", raw, (targets.contiguous(), lse.contiguous(), entropy.contiguous(), *parts))
+        return raw
+
+    def _call(self, name: str, raw: Tensor, tensors: tuple[Tensor, ...]) -> None:
+        function = getattr(self._kernels, f"{name}_{_NAMES[raw.dtype]}")
+        sizes = (ctypes.c_int64(raw.shape[0]), ctypes.c_int64(raw.shape[1]), ctypes.c_float(self.head.slope))
+        function(pointer(raw), *map(pointer, tensors), *sizes, torch.get_num_threads())
+
+
+def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-prob of the targets, entropy, logsumexp) of a chunk of tempered logits."""
+    top = logits.amax(-1)
+    weights = (logits - top[:, None]).exp_()  # one exponential serves the sum and the mean
+    total = weights.sum(-1)
+    lse = top + total.log()
+    chosen = logits.gather(-1, targets[:, None]).squeeze(-1)
+    return chosen - lse, lse - weights.mul_(logits).sum(-1) / total, lse
+
+
+def _logit_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """d loss / d z_j = g_logprob (1[j = target] - p_j) - g_entropy p_j (log p_j + H)."""
+    logprobs = logits - lse[:, None]
+    probs = logprobs.exp()
+    grad = torch.zeros_like(probs)
+    if grad_entropy is not None:
+        grad = logprobs.add_(entropy[:, None]).mul_(grad_entropy[:, None])
+    if grad_logprobs is not None:
+        grad.add_(grad_logprobs[:, None])
+    grad.mul_(probs.neg_())
+    if grad_logprobs is not None:
+        grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None].to(grad.dtype))
+    return grad
