@@ -70,7 +70,7 @@ def write_table(path: Path, table: pa.Table, form: Format, facts: Mapping[str, s
     named = {"schema": form.name, "schema_version": str(form.version), "version": rolecall.__version__, **facts}
     table = table.replace_schema_metadata({_PREFIX + key: value for key, value in named.items()})
     # A dictionary of numbers that hardly repeat makes the file larger and writing several times slower.
-    options = {"compression": "zstd", "use_dictionary": False, "write_page_checksum": True}
+    options = {"compression": "zstd", "use_dictionary": False, "write_page_checksum": True, "write_statistics": False}
     write_atomically(path, lambda aside: pq.write_table(table, aside, **options))
 
 
