@@ -27,8 +27,8 @@ NAMES = (
 )
 """What the benchmarks write."""
 WHY = {
-    "smollm2-fp32": "At 32 rows the decoder's matrix products alone take the larger part of the time, at the share of the "
-    "machine's limit that the last column gives: what is left to win lies in the products themselves.",
+    "smollm2-fp32": "At 32 rows the decoder's matrix products alone take the larger part of the time; what is left "
+    "to win lies in the products themselves (their share of the machine's limit stands further down).",
     "smollm2-bf16": "The matrix products take most of the time here too; attention over the cache reads memory at less than half "
     "of its limit, and is the next thing to win.",
     "small-fp32": "Products of a model this small are over before a second thread has woken up: one thread is nearly as "

