@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from rolecall.marl.gru import GRU
+
 UNAVAILABLE = -1e9
 """Stands for minus infinity where an action may not be done: finite, so that no arithmetic turns it into NaN."""
 
@@ -45,7 +47,7 @@ class AgentNet(nn.Module):
         super().__init__()
         self.recurrent = shape.recurrent
         self.first = nn.Linear(shape.inputs, shape.hidden)
-        self.middle = (nn.GRU if shape.recurrent else nn.Linear)(shape.hidden, shape.hidden)
+        self.middle = (GRU if shape.recurrent else nn.Linear)(shape.hidden, shape.hidden)
         self.last = nn.Linear(shape.hidden, shape.actions)
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
