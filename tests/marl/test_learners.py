@@ -122,8 +122,25 @@ def test_an_absent_agent_gets_no_gradient_and_adds_nothing(algo):
     torch.testing.assert_close(q_loss(live, target, batch, **Q).loss.detach(), before)
 
 
+def test_a_fresh_mixture_is_the_sum_and_its_parts_differ():
+    mixer = MonotonicMixer(3, 5, embed=4, hidden=6, seed=0)
+    values, state = torch.rand(40, 3), 10 * torch.randn(40, 5)
+    torch.testing.assert_close(mixer(values, state), values.sum(1))
+    optimiser = torch.optim.Adam(mixer.parameters(), lr=1e-2)
+    for _ in range(3):
+        optimiser.zero_grad()
+        (mixer(values, state) - state[:, 0]).square().mean().backward()
+        optimiser.step()
+    weights = mixer.weights1(state).view(40, 3, 4)
+    assert (weights[..., 1:] - weights[..., :1]).abs().min() > 1e-4  # no hidden unit is a copy of another
+    assert (weights.std(0) > 1e-4).all()  # they depend on the state
+
+
 def test_a_mixture_rises_with_every_agents_value():
     mixer = MonotonicMixer(3, 5, embed=4, hidden=6, seed=0)
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(torch.randn_like(parameter))
     values = torch.randn(40, 3, requires_grad=True)
     mixer(values, torch.randn(40, 5)).sum().backward()
     assert (values.grad >= 0).all()

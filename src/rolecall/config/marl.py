@@ -50,9 +50,6 @@ class QOptions:
     """Share of random choices in the end."""
     epsilon_steps: int = 100_000
     """Environment steps over which it falls."""
-    temperature: float = 0.0
-    """Draw choices that are not random from softmax(Q / temperature), Q in the unit of the scaled rewards, so that what
-    is nearly as good is tried too; 0 takes the best."""
     alpha: float = 0.6
     """Draw episodes in proportion to their error to this power; 0 draws them evenly."""
     beta: float = 0.4
@@ -74,8 +71,6 @@ class QOptions:
             )
         if self.embed < 1 or self.hyper < 1:
             raise ValueError(f"q.embed and q.hyper must be at least 1, got {self.embed} and {self.hyper}")
-        if self.temperature < 0:
-            raise ValueError(f"q.temperature is 0 or more, got {self.temperature}")
         if not 0 <= self.epsilon_end <= self.epsilon_start <= 1:
             raise ValueError(
                 f"q.epsilon falls from epsilon_start to epsilon_end within 0 to 1, got {self.epsilon_start} and "

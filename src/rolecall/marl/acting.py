@@ -15,10 +15,10 @@ How = Literal["greedy", "epsilon", "sample"]
 class Actor:
     """Chooses for `count` environments, episode after episode."""
 
-    def __init__(self, agents: Agents, *, how: How, epsilon: float = 0.0, temperature: float = 0.0) -> None:
+    def __init__(self, agents: Agents, *, how: How, epsilon: float = 0.0) -> None:
         """`sample` draws from softmax(outputs). `epsilon` makes that share of choices uniform and takes the best
-        otherwise, or draws it from softmax(outputs / temperature)."""
-        self.agents, self.how, self.epsilon, self.temperature = agents, how, epsilon, temperature
+        otherwise."""
+        self.agents, self.how, self.epsilon = agents, how, epsilon
         self._memory: Tensor | None = None
         self._last: Tensor | None = None
 
@@ -31,7 +31,7 @@ class Actor:
         """obs [env, agent, obs] and avail [env, agent, action] -> actions [env, agent], all of them available."""
         x = self.agents.inputs(torch.from_numpy(obs), self._last)
         scores, self._memory = self.agents(x[None], self._memory)
-        chosen = choose(scores[0].numpy(), avail, rng, how=self.how, epsilon=self.epsilon, temperature=self.temperature)
+        chosen = choose(scores[0].numpy(), avail, rng, how=self.how, epsilon=self.epsilon)
         if self.agents.shape.last_action:
             self._last = torch.nn.functional.one_hot(torch.from_numpy(chosen), avail.shape[-1]).float()
         return chosen
@@ -44,18 +44,14 @@ def choose(
     *,
     how: How,
     epsilon: float = 0.0,
-    temperature: float = 0.0,
 ) -> NDArray[np.int64]:
     """One available action per [env, agent]. As many random numbers are taken whatever is chosen."""
     scores = np.where(avail, scores, np.float32(UNAVAILABLE))
     best: NDArray[np.int64] = scores.argmax(-1)
     if how == "greedy":
         return best
-    if how == "sample" or temperature:
-        chances = np.exp((scores - scores.max(-1, keepdims=True)) / (temperature or 1.0))
-        best = _draw(chances, rng.random(best.shape))
     if how == "sample":
-        return best
+        return _draw(np.exp(scores - scores.max(-1, keepdims=True)), rng.random(best.shape))
     explore = rng.random(best.shape) < epsilon
     return np.where(explore, _draw(avail.astype(np.float32), rng.random(best.shape)), best)
 

@@ -152,8 +152,8 @@ class QLearner(_Marl):
 
     def collect(self, step: int) -> Round:
         """A round of episodes with random choices mixed in."""
-        epsilon, temperature = self.options.q.epsilon(self.env_steps), self.options.q.temperature
-        found = self._play(step, Actor(self.agents, how="epsilon", epsilon=epsilon, temperature=temperature))
+        epsilon = self.options.q.epsilon(self.env_steps)
+        found = self._play(step, Actor(self.agents, how="epsilon", epsilon=epsilon))
         self._metrics["epsilon"] = epsilon
         return found
 
