@@ -150,9 +150,9 @@ def test_a_mixture_rises_with_every_agents_value():
 def test_target_networks_follow():
     live, target = q_networks("qmix"), q_networks("qmix", seed=5)
     first = next(target.parameters()).clone()
-    follow(target, live, share=0.25)
+    follow(list(target.parameters()), list(live.parameters()), share=0.25)
     torch.testing.assert_close(next(target.parameters()), 0.75 * first + 0.25 * next(live.parameters()))
-    follow(target, live, share=1.0)
+    follow(list(target.parameters()), list(live.parameters()), share=1.0)
     assert all(torch.equal(a, b) for a, b in zip(target.parameters(), live.parameters(), strict=True))
     assert not any(p.requires_grad for p in live.target().parameters())
 
@@ -175,6 +175,20 @@ def test_before_the_first_update_the_ratio_is_one(shape, view):
     found = ppo_loss(module, steps, **PPO)
     assert float(found.measured["policy/approx_kl"]) == pytest.approx(0, abs=1e-12)
     assert float(found.terms["policy"].detach()) == pytest.approx(0, abs=1e-9), "whitened advantages have mean 0"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_first_pass_over_everything_finds_the_old_log_probs(shape):
+    batch = doubled(recorded([3, 8], ["end", "cut"], time=9))
+    module = actor_critic("state", **shape)
+    given, _ = prepare(module, None, batch, gamma=0.9, lam=0.9)
+    without, _ = prepare(module, None, batch, gamma=0.9, lam=0.9, logprobs=False)
+    assert without.old_logprobs is None
+    found = ppo_loss(module, without, **PPO)
+    torch.testing.assert_close(found.logprobs[given.mask], given.old_logprobs[given.mask])
+    expected = gradients(module, ppo_loss(module, given, **PPO).loss)
+    for name, gradient in gradients(module, found.loss).items():
+        torch.testing.assert_close(gradient, expected[name])
 
 
 @pytest.mark.parametrize("view", ["own", "state"])

@@ -157,3 +157,7 @@ def test_choices_have_the_chances_they_should():
     np.testing.assert_allclose(drawn, [0.5, 0.2, 0, 0.3], atol=0.015)
     drawn = np.bincount(choose(scores, avail, rng, how="epsilon", epsilon=0.3)[:, 0], minlength=4) / 20_000
     np.testing.assert_allclose(drawn, [0.8, 0.1, 0, 0.1], atol=0.015)
+    each = np.repeat([0.0, 0.3], 10_000)[:, None]  # half of the environments never explore
+    chosen = choose(scores, avail, rng, how="epsilon", epsilon=each)[:, 0]
+    assert (chosen[:10_000] == 0).all()
+    np.testing.assert_allclose(np.bincount(chosen[10_000:], minlength=4) / 10_000, [0.8, 0.1, 0, 0.1], atol=0.015)

@@ -50,6 +50,9 @@ class QOptions:
     """Share of random choices in the end."""
     epsilon_steps: int = 100_000
     """Environment steps over which it falls."""
+    epsilon_spread: float = 0.0
+    """Of the episodes played at the same time the last has at least this share of random choices to the end, the first
+    none beyond epsilon, those between in even steps: what is learned late is explored too. (Ape-X, arXiv 1803.00933)"""
     alpha: float = 0.6
     """Draw episodes in proportion to their error to this power; 0 draws them evenly."""
     beta: float = 0.4
@@ -76,6 +79,8 @@ class QOptions:
                 f"q.epsilon falls from epsilon_start to epsilon_end within 0 to 1, got {self.epsilon_start} and "
                 f"{self.epsilon_end}"
             )
+        if not 0 <= self.epsilon_spread <= 1:
+            raise ValueError(f"q.epsilon_spread lies between 0 and 1, got {self.epsilon_spread}")
 
     def epsilon(self, env_steps: int) -> float:
         """The share of random choices after so many environment steps."""
@@ -158,19 +163,32 @@ class RecordOptions:
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # The sizes of EPyMARL's own configurations, for comparisons of speed.
+    # EPyMARL's own configurations, as far as there are options for them. It plays one episode, then makes one update:
+    # here ten are played at a time, then ten updates made.
     "epymarl-qmix": {
         "algo": "qmix",
         "episodes": 10,
-        "agent": {"hidden": 128, "recurrent": True},
-        "q": {"updates": 1, "tau": None, "target_every": 200},
+        "agent": {"hidden": 64},
+        "q": {
+            "gamma": 0.99,
+            "lam": 0.0,
+            "buffer": 5000,
+            "batch": 32,
+            "updates": 10,
+            "tau": None,
+            "target_every": 200,
+            "epsilon_steps": 50_000,
+            "alpha": 0.0,
+            "embed": 32,
+            "hyper": 64,
+        },
         "optim": {"lr": 5e-4, "max_grad_norm": 10.0},
     },
     "epymarl-mappo": {
         "algo": "mappo",
         "episodes": 10,
         "agent": {"hidden": 128, "recurrent": True},
-        "ppo": {"epochs": 4, "entropy_coef": 0.001},
+        "ppo": {"gamma": 0.99, "epochs": 4, "clip": 0.2, "value_clip": None, "entropy_coef": 0.001},
         "optim": {"lr": 3e-4, "max_grad_norm": 10.0},
     },
 }

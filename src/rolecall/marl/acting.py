@@ -10,12 +10,14 @@ from torch import Tensor
 from rolecall.marl.nets import UNAVAILABLE, Agents
 
 How = Literal["greedy", "epsilon", "sample"]
+Share = float | NDArray[np.float64]
+"""Of random choices: in all environments, or in each [env, 1]."""
 
 
 class Actor:
     """Chooses for `count` environments, episode after episode."""
 
-    def __init__(self, agents: Agents, *, how: How, epsilon: float = 0.0) -> None:
+    def __init__(self, agents: Agents, *, how: How, epsilon: Share = 0.0) -> None:
         """`sample` draws from softmax(outputs). `epsilon` makes that share of choices uniform and takes the best
         otherwise."""
         self.agents, self.how, self.epsilon = agents, how, epsilon
@@ -43,7 +45,7 @@ def choose(
     rng: np.random.Generator,
     *,
     how: How,
-    epsilon: float = 0.0,
+    epsilon: Share = 0.0,
 ) -> NDArray[np.int64]:
     """One available action per [env, agent]. As many random numbers are taken whatever is chosen."""
     scores = np.where(avail, scores, np.float32(UNAVAILABLE))

@@ -5,7 +5,7 @@ language models. A row's positions are the steps at which the agent chose.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,8 @@ class Steps:
     actions: Tensor
     avail: Tensor
     mask: Tensor
-    old_logprobs: Tensor
+    old_logprobs: Tensor | None
+    """None before the first of several passes over everything, which finds them."""
     old_values: Tensor
     """On the critic's own scale."""
     advantages: Tensor
@@ -66,12 +67,14 @@ class Steps:
         """The chosen steps; or, with memory, the chosen episodes."""
         if self.batch is None:
             assert self.inputs is not None
-            tensors = {name: getattr(self, name)[index] for name in _TENSORS}
-            return Steps(batch=None, inputs=self.inputs[index], **tensors)
+            return Steps(batch=None, inputs=self.inputs[index], **self._taken(index))
         agents = self.mask.shape[0] // len(self.batch)
         rows = (index[:, None] * agents + torch.arange(agents)).flatten()
-        tensors = {name: getattr(self, name)[rows] for name in _TENSORS}
-        return Steps(batch=self.batch.rows(index), inputs=None, **tensors)
+        return Steps(batch=self.batch.rows(index), inputs=None, **self._taken(rows))
+
+    def _taken(self, index: Tensor) -> dict[str, Any]:
+        held = {name: getattr(self, name) for name in _TENSORS}
+        return {name: None if tensor is None else tensor[index] for name, tensor in held.items()}
 
 
 _TENSORS = ("seen", "agent", "actions", "avail", "mask", "old_logprobs", "old_values", "advantages", "returns")
@@ -79,9 +82,18 @@ _TENSORS = ("seen", "agent", "actions", "avail", "mask", "old_logprobs", "old_va
 
 @torch.no_grad()
 def prepare(
-    module: ActorCritic, moments: RunningMoments | None, batch: EpisodeBatch, *, gamma: float, lam: float
+    module: ActorCritic,
+    moments: RunningMoments | None,
+    batch: EpisodeBatch,
+    *,
+    gamma: float,
+    lam: float,
+    logprobs: bool = True,
 ) -> tuple[Steps, dict[str, float]]:
-    """Old log-probs and values, then advantages and returns, of a fresh batch. `moments` take the returns in."""
+    """Old values and, unless told not to, log-probs, then advantages and returns, of a fresh batch.
+
+    `moments` take the returns in.
+    """
     seen = module.critic_inputs(batch)
     filled = batch.filled[..., 0]
     said = module.critic(seen[filled])
@@ -100,8 +112,10 @@ def prepare(
         "critic/explained_variance": float(1 - left / spread) if float(spread) > 0 else 0.0,
         "policy/advantage_abs": float(masked_mean(advantages.abs(), mask)),
     }
-    scores = available(action_scores(module.agents, batch), batch.avail_actions)
-    logprobs = scores.log_softmax(-1).gather(-1, batch.actions)[..., 0]
+    old_logprobs = None
+    if logprobs:
+        scores = available(action_scores(module.agents, batch), batch.avail_actions)
+        old_logprobs = _rows(scores.log_softmax(-1).gather(-1, batch.actions)[..., 0])
     if moments is not None:
         # The critic's scale has just moved: what it said before is put on the new one.
         returns, own = moments.normalise(returns), moments.normalise(values)
@@ -113,7 +127,7 @@ def prepare(
         actions=_rows(batch.actions[..., 0]),
         avail=_rows(batch.avail_actions),
         mask=mask,
-        old_logprobs=_rows(logprobs),
+        old_logprobs=old_logprobs,
         old_values=_rows(own),
         advantages=masked_whiten(advantages, mask),
         returns=returns,
@@ -125,12 +139,9 @@ def prepare(
 
 def _single(steps: Steps, inputs: Tensor) -> Steps:
     """The steps that count, without order: [steps, 1]."""
-    mask = steps.mask
-    tensors = {name: getattr(steps, name)[mask] for name in _TENSORS}
-    for name in ("mask", "old_logprobs", "old_values", "advantages", "returns", "actions", "agent"):
-        tensors[name] = tensors[name][:, None]
-    tensors["seen"], tensors["avail"] = tensors["seen"][:, None], tensors["avail"][:, None]
-    return Steps(batch=None, inputs=inputs[mask], **tensors)
+    taken = steps._taken(steps.mask)
+    wide: dict[str, Any] = {name: None if tensor is None else tensor[:, None] for name, tensor in taken.items()}
+    return Steps(batch=None, inputs=inputs[steps.mask], **wide)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +150,8 @@ class PPOLoss:
 
     loss: Tensor
     """With gradient."""
+    logprobs: Tensor
+    """What was found before the step; the old log-probs of the passes that follow the first."""
     terms: dict[str, Tensor]
     """Before coefficients."""
     measured: dict[str, Tensor]
@@ -164,7 +177,9 @@ def ppo_loss(
     scores = available(scores, steps.avail)
     logprobs = scores.log_softmax(-1).gather(-1, steps.actions[..., None])[..., 0]
     values = module.critic(torch.where(mask[..., None], steps.seen, 0.0))
-    policy = ppo_clip(logprobs, steps.old_logprobs, steps.advantages, mask, clip_low=clip, clip_high=clip)
+    found = logprobs.detach()
+    old = found if steps.old_logprobs is None else steps.old_logprobs
+    policy = ppo_clip(logprobs, old, steps.advantages, mask, clip_low=clip, clip_high=clip)
     value = value_clip(values, steps.old_values, steps.returns, mask, clip=clip_value)
     terms = {
         "policy": aggregate(policy, mask, mode="token-mean"),
@@ -172,14 +187,14 @@ def ppo_loss(
         "entropy": aggregate(entropy(scores, mask), mask, mode="token-mean"),
     }
     with torch.no_grad():
-        log_ratio = torch.where(mask, logprobs - steps.old_logprobs, 0.0)
+        log_ratio = torch.where(mask, found - old, 0.0)
         moved = (log_ratio.exp() - 1).abs() > clip
         measured = {
             "policy/approx_kl": masked_mean(log_ratio.exp() - 1 - log_ratio, mask),
             "clip_ratio/region_mean": masked_mean((moved & (log_ratio * steps.advantages > 0)).float(), mask),
         }
     loss = terms["policy"] + vf_coef * terms["value"] - entropy_coef * terms["entropy"]
-    return PPOLoss(loss=loss, terms=terms, measured=measured)
+    return PPOLoss(loss=loss, logprobs=found, terms=terms, measured=measured)
 
 
 def _rows(x: Tensor) -> Tensor:

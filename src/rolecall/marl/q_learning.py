@@ -9,7 +9,7 @@ A dead or absent agent has no choice: it adds nothing to the mix and nothing to 
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rolecall.marl.episodes import EpisodeBatch
 from rolecall.marl.nets import Agents
-from rolecall.marl.scoring import action_scores, available
+from rolecall.marl.scoring import action_scores, agent_inputs, available
 from rolecall.maths.reduce import aggregate, masked_mean
 from rolecall.maths.returns import td_lambda_targets
 
@@ -60,10 +60,11 @@ def q_loss(
     scale: Callable[[Tensor], Tensor] = lambda reward: reward,
 ) -> QLoss:
     """The loss of one batch. `weights` [batch] weigh episodes, `scale` is applied to rewards."""
-    scores = action_scores(live.agents, batch)
+    inputs = agent_inputs(live.agents, batch)
+    scores = action_scores(live.agents, batch, inputs)
     done = scores.gather(-1, batch.actions)[..., 0]
     with torch.no_grad():
-        theirs = action_scores(target.agents, batch)
+        theirs = action_scores(target.agents, batch, inputs)
         best = available(scores if double else theirs, batch.avail_actions).argmax(-1, keepdim=True)
         future = theirs.gather(-1, best)[..., 0]
     if live.mixer is None:
@@ -106,7 +107,7 @@ def _mixed(mixer: nn.Module, values: Tensor, batch: EpisodeBatch, where: Tensor)
 
 
 @torch.no_grad()
-def follow(target: nn.Module, live: nn.Module, *, share: float) -> None:
-    """Move a target network towards the live one: all the way with share 1."""
-    for held, new in zip(target.parameters(), live.parameters(), strict=True):
+def follow(target: Sequence[Tensor], live: Sequence[Tensor], *, share: float) -> None:
+    """Move a target network's parameters towards the live one's: all the way with share 1."""
+    for held, new in zip(target, live, strict=True):
         held.lerp_(new, share)

@@ -7,12 +7,13 @@ from rolecall.marl.episodes import EpisodeBatch
 from rolecall.marl.nets import UNAVAILABLE, Agents
 
 
-def action_scores(agents: Agents, batch: EpisodeBatch) -> Tensor:
+def action_scores(agents: Agents, batch: EpisodeBatch, inputs: Tensor | None = None) -> Tensor:
     """[batch, time, agent, action]: what the networks say in every filled slot, 0 elsewhere.
 
     Recurrent networks walk the episodes from their beginning with an empty memory; the others see filled slots alone.
+    `inputs` are `agent_inputs` if they are at hand.
     """
-    x = agent_inputs(agents, batch)
+    x = agent_inputs(agents, batch) if inputs is None else inputs
     if agents.shape.recurrent:
         scores, _ = agents(torch.where(batch.filled[..., None], x, 0.0).transpose(0, 1))
         return torch.where(batch.filled[..., None], scores.transpose(0, 1), 0.0)

@@ -7,6 +7,7 @@ Left out: communication between agents, continuous actions, self-play.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from rolecall.marl.envs import Envs, EnvSpec
 from rolecall.marl.mixers import MonotonicMixer, SumMixer
 from rolecall.marl.moments import RunningMoments
 from rolecall.marl.nets import Agents, AgentShape, Critic
-from rolecall.marl.ppo import ActorCritic, ppo_loss, prepare
+from rolecall.marl.ppo import ActorCritic, Steps, ppo_loss, prepare
 from rolecall.marl.q_learning import QNetworks, follow, q_loss
 from rolecall.marl.runner import Round, Runner
 from rolecall.train.optim import lr_factor, set_lr
@@ -146,14 +147,17 @@ class QLearner(_Marl):
         super().__init__(options, agents=module.agents, **parts)
         o = options.q
         self.module, self.target = module, module.target()
+        self._pair = list(self.target.parameters()), list(module.parameters())
         self.buffer = EpisodeBuffer(o.buffer, seed=options.seed, alpha=o.alpha, beta=o.beta)
         self.moments = RunningMoments()
         self.updates = 0
 
     def collect(self, step: int) -> Round:
         """A round of episodes with random choices mixed in."""
-        epsilon = self.options.q.epsilon(self.env_steps)
-        found = self._play(step, Actor(self.agents, how="epsilon", epsilon=epsilon))
+        o = self.options.q
+        epsilon = o.epsilon(self.env_steps)
+        each = np.maximum(epsilon, np.linspace(0, o.epsilon_spread, self.options.episodes))[:, None]
+        found = self._play(step, Actor(self.agents, how="epsilon", epsilon=each))
         self._metrics["epsilon"] = epsilon
         return found
 
@@ -185,9 +189,9 @@ class QLearner(_Marl):
             self._descend(loss)
             self.updates += 1
             if o.tau is not None:
-                follow(self.target, self.module, share=o.tau)
+                follow(*self._pair, share=o.tau)
             elif self.updates % o.target_every == 0:
-                follow(self.target, self.module, share=1.0)
+                follow(*self._pair, share=1.0)
 
     def _scaled(self, rewards: torch.Tensor) -> torch.Tensor:
         return rewards / self.moments.std.float() if self.options.q.scale_rewards else rewards
@@ -228,29 +232,43 @@ class PPOLearner(_Marl):
     def update(self, found: Round) -> None:
         """A few passes over the episodes."""
         o = self.options.ppo
-        steps, measured = prepare(self.module, self.moments, found.episodes, gamma=o.gamma, lam=o.lam)
+        steps, measured = prepare(
+            self.module, self.moments, found.episodes, gamma=o.gamma, lam=o.lam, logprobs=o.minibatches > 1
+        )
         self._metrics.update(measured)
         entropy_coef = o.entropy(self._step / max(1, self.options.steps - 1))
         rng = np.random.default_rng([self.options.seed, 2, self._step])
         for _ in range(o.epochs):
-            order = torch.from_numpy(rng.permutation(len(steps))) if o.minibatches > 1 else None
-            for index in [None] if order is None else order.chunk(o.minibatches):
-                part = steps if index is None else steps.part(index.sort().values)
+            if o.minibatches == 1:
+                logprobs = self._learn_from(steps, entropy_coef)
+                if steps.old_logprobs is None:
+                    steps = replace(steps, old_logprobs=logprobs)
+                continue
+            for index in torch.from_numpy(rng.permutation(len(steps))).chunk(o.minibatches):
+                self._learn_from(steps.part(index.sort().values), entropy_coef)
 
-                def loss(part: Any = part) -> torch.Tensor:
-                    found = ppo_loss(
-                        self.module,
-                        part,
-                        clip=o.clip,
-                        clip_value=o.value_clip,
-                        vf_coef=o.vf_coef,
-                        entropy_coef=entropy_coef,
-                    )
-                    self._note({f"loss/{name}": term.detach() for name, term in found.terms.items()})
-                    self._note(found.measured)
-                    return found.loss
+    def _learn_from(self, steps: Steps, entropy_coef: float) -> torch.Tensor:
+        """One optimiser step; returns the log-probs before it."""
+        o = self.options.ppo
+        logprobs = torch.empty(0)
 
-                self._descend(loss)
+        def loss() -> torch.Tensor:
+            nonlocal logprobs
+            found = ppo_loss(
+                self.module,
+                steps,
+                clip=o.clip,
+                clip_value=o.value_clip,
+                vf_coef=o.vf_coef,
+                entropy_coef=entropy_coef,
+            )
+            self._note({f"loss/{name}": term.detach() for name, term in found.terms.items()})
+            self._note(found.measured)
+            logprobs = found.logprobs
+            return found.loss
+
+        self._descend(loss)
+        return logprobs
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and the returns' moments."""
