@@ -8,6 +8,7 @@ process's own CPU time. Agents begin untrained, so that episodes have their full
 
 import argparse
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,9 +62,12 @@ def row(what: str, rates: tuple[float, float], reference: float | None = None) -
     print(f"{what:72} {rates[0]:9,.0f} wall {rates[1]:9,.0f} CPU{ratio}", flush=True)
 
 
-def learning(algo: str, seconds: float, *, preset: str | None = None, play_only: bool = False) -> None:
+def learning(
+    algo: str, seconds: float, *, preset: str | None = None, play_only: bool = False, more: dict[str, Any] | None = None
+) -> None:
     """Playing and learning together, as `rolecall marl` does it."""
-    layers = [("preset", MARLOptions.presets[preset] if preset else {}), ("benchmark", {"algo": algo, "env": ENV})]
+    chosen = {"algo": algo, "env": ENV, **(more or {})}
+    layers = [("preset", MARLOptions.presets[preset] if preset else {}), ("benchmark", chosen)]
     o: MARLOptions = resolve(MARLOptions, layers).options
     envs = open_envs(o.env, o.episodes)
     module = networks(o, envs.spec)
@@ -77,7 +81,8 @@ def learning(algo: str, seconds: float, *, preset: str | None = None, play_only:
     learner = (PPOLearner if o.on_policy else QLearner)(o, module=module, updater=updater, envs=envs)  # type: ignore[arg-type]
     for step in range(4):
         learner.update(learner.collect(step))
-    what = f"{algo}, {'GRU' if o.agent.recurrent else 'feed-forward'} {o.agent.hidden}, {o.episodes} episodes a step"
+    name = preset or "defaults"
+    what = f"{algo}, {name}: {'GRU' if o.agent.recurrent else 'feed-forward'} {o.agent.hidden}, {o.episodes} at a time"
     if play_only:
         runner = Runner(envs, rewards="team", seed=0)
         actor = Actor(module.agents, how="sample" if o.on_policy else "epsilon", epsilon=1.0)
@@ -85,14 +90,14 @@ def learning(algo: str, seconds: float, *, preset: str | None = None, play_only:
         while not clock.over(seconds):
             steps += int(runner.run(actor, phase=0, step=step).episodes.lengths.sum())
             step += 1
-        row(f"{what}: playing only", clock.rates(steps))
+        row(f"{what}, playing only", clock.rates(steps))
         return
     updates = o.ppo.epochs * o.ppo.minibatches if o.on_policy else o.q.updates
     clock, before, step = Clock(), learner.env_steps, 4
     while not clock.over(seconds):
         learner.update(learner.collect(step))
         step += 1
-    row(f"{what}, {updates} updates: with learning", clock.rates(learner.env_steps - before), EPYMARL[algo])
+    row(f"{what}, {updates} updates", clock.rates(learner.env_steps - before), EPYMARL[algo])
 
 
 def main() -> None:
@@ -107,6 +112,7 @@ def main() -> None:
         learning(algo, seconds / 2, play_only=True)
         learning(algo, seconds)
         learning(algo, seconds, preset=f"epymarl-{algo}")
+    learning("qmix", seconds, preset="epymarl-qmix", more={"episodes": 1, "q.updates": 1})
 
 
 if __name__ == "__main__":

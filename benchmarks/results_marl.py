@@ -70,15 +70,19 @@ class Task:
 SOLVE = {"eval.every": 25, "eval.episodes": 128, "eval.stop_at": 0.975, "optim.schedule": "linear"}
 PPO_LBF = {"agent.hidden": 128, "optim.lr": 1e-3, "ppo.gamma": 0.97, "ppo.minibatches": 8, "ppo.entropy_end": 0.0}
 """Many small optimiser steps, and less and less chance in what agents do."""
+REMEMBERS = {"agent.recurrent": True, "agent.last_action": True, "agent.hidden": 64}
+"""Who sees two cells far must remember where it has been: a GRU that is told its last move."""
 Q_LBF = {
     "agent.hidden": 128,
     "optim.lr": 1e-3,
     "q.gamma": 0.85,
     "q.batch": 8,
     "q.updates": 32,
+    "q.epsilon_steps": 150_000,
+    "q.epsilon_spread": 0.5,
 }
-"""A small discount: what a wasted step costs must be more than the error of a value. Chance goes slowly: agents that find
-the first piece of food and then hardly try anything stay without the second."""
+"""A small discount: what a wasted step costs must be more than the error of a value. Some environments go on exploring:
+agents that find the first piece of food and then hardly try anything new may stay without the second."""
 SMALL = {"steps": 150, "q.buffer": 500, "q.updates": 4, "q.epsilon_steps": 40_000}
 """Q-learning of a matrix game needs less of everything."""
 GAME = {"eval.every": 50, "eval.greedy": True}
@@ -112,12 +116,7 @@ TASKS = (
         env="lbf:8x8-2p-2f-coop",
         algos=("mappo", "ippo", "vdn", "qmix"),
         settings=SOLVE,
-        more={
-            "ppo": {"steps": 400, **PPO_LBF},
-            "q": Q_LBF,
-            "vdn": {"steps": 1000, "q.epsilon_steps": 300_000},
-            "qmix": {"steps": 700, "q.epsilon_steps": 500_000},
-        },
+        more={"ppo": {"steps": 400, **PPO_LBF}, "q": Q_LBF, "vdn": {"steps": 900}, "qmix": {"steps": 600}},
         goal=0.95,
         best="1",
     ),
@@ -125,7 +124,7 @@ TASKS = (
         title="LBF 8x8-2p-2f-2s-coop",
         env="lbf:8x8-2p-2f-2s-coop",
         algos=("mappo", "ippo"),
-        settings={**SOLVE, "agent.recurrent": True, "steps": 800},
+        settings={**SOLVE, **PPO_LBF, "steps": 600, "ppo.minibatches": 4, **REMEMBERS},
         goal=0.95,
         best="1; agents see two cells far",
     ),

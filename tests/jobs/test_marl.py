@@ -148,6 +148,7 @@ def test_agents_learn_a_matrix_game(algo, tmp_path):
         (["--algo", "vdn", "--rewards", "individual"], "vdn learns what the team gets"),
         (["--q.buffer", "3"], "q.buffer at least q.batch"),
         (["--q.epsilon-end", "2"], "epsilon"),
+        (["--q.epsilon-spread", "2"], "q.epsilon_spread lies between 0 and 1"),
         (["--q.lamda", "1"], "did you mean --q.lam?"),
         (["--episodes", "0"], "at least 1"),
         (["--env", "gym:Pendulum-v1"], "Discrete"),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from rolecall.config.marl import QOptions
 from rolecall.marl.acting import Actor, choose
 from rolecall.marl.envs import EnvError, open_envs
 from rolecall.marl.nets import Agents, AgentShape
@@ -161,3 +162,12 @@ def test_choices_have_the_chances_they_should():
     chosen = choose(scores, avail, rng, how="epsilon", epsilon=each)[:, 0]
     assert (chosen[:10_000] == 0).all()
     np.testing.assert_allclose(np.bincount(chosen[10_000:], minlength=4) / 10_000, [0.8, 0.1, 0, 0.1], atol=0.015)
+
+
+def test_environments_explore_unevenly_less_and_less():
+    q = QOptions(epsilon_start=1.0, epsilon_end=0.1, epsilon_steps=100, epsilon_spread=0.6)
+    assert q.shares(0, done=0.0, count=3) == [1.0, 1.0, 1.0]
+    assert q.shares(100, done=0.0, count=4) == pytest.approx([0.1, 0.2, 0.4, 0.6])
+    assert q.shares(100, done=0.5, count=4) == pytest.approx([0.1, 0.1, 0.2, 0.3])
+    assert q.shares(100, done=1.0, count=4) == pytest.approx([0.1] * 4)
+    assert q.shares(100, done=0.0, count=1) == pytest.approx([0.1])

@@ -51,8 +51,9 @@ class QOptions:
     epsilon_steps: int = 100_000
     """Environment steps over which it falls."""
     epsilon_spread: float = 0.0
-    """Of the episodes played at the same time the last has at least this share of random choices to the end, the first
-    none beyond epsilon, those between in even steps: what is learned late is explored too. (Ape-X, arXiv 1803.00933)"""
+    """Of the episodes played at the same time the last has at least this share of random choices, the first none beyond
+    epsilon, those between in even steps (as in Ape-X, arXiv 1803.00933): what is learned late is explored too. It fades to
+    nothing at the last step."""
     alpha: float = 0.6
     """Draw episodes in proportion to their error to this power; 0 draws them evenly."""
     beta: float = 0.4
@@ -86,6 +87,11 @@ class QOptions:
         """The share of random choices after so many environment steps."""
         done = min(1.0, env_steps / max(1, self.epsilon_steps))
         return self.epsilon_start + done * (self.epsilon_end - self.epsilon_start)
+
+    def shares(self, env_steps: int, *, done: float, count: int) -> list[float]:
+        """The same in each of `count` environments, when this share of the run is done, 0 to 1."""
+        least, most = self.epsilon(env_steps), self.epsilon_spread * (1 - done)
+        return [max(least, most * i / max(1, count - 1)) for i in range(count)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -154,11 +154,10 @@ class QLearner(_Marl):
 
     def collect(self, step: int) -> Round:
         """A round of episodes with random choices mixed in."""
-        o = self.options.q
-        epsilon = o.epsilon(self.env_steps)
-        each = np.maximum(epsilon, np.linspace(0, o.epsilon_spread, self.options.episodes))[:, None]
-        found = self._play(step, Actor(self.agents, how="epsilon", epsilon=each))
-        self._metrics["epsilon"] = epsilon
+        o = self.options
+        shares = o.q.shares(self.env_steps, done=step / o.steps, count=o.episodes)
+        found = self._play(step, Actor(self.agents, how="epsilon", epsilon=np.array(shares)[:, None]))
+        self._metrics["epsilon"] = shares[0]
         return found
 
     def update(self, found: Round) -> None:
