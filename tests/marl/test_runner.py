@@ -156,6 +156,8 @@ def test_choices_have_the_chances_they_should():
     scores = np.tile(np.log(np.array([0.5, 0.2, 9.0, 0.3], np.float32)), (20_000, 1, 1))
     drawn = np.bincount(choose(scores, avail, rng, how="sample")[:, 0], minlength=4) / 20_000
     np.testing.assert_allclose(drawn, [0.5, 0.2, 0, 0.3], atol=0.015)
+    cold = choose(scores, avail, rng, how="sample", temperature=0.5)  # the squares: 25, 4 and 9 of 38
+    np.testing.assert_allclose(np.bincount(cold[:, 0], minlength=4) / 20_000, [25 / 38, 4 / 38, 0, 9 / 38], atol=0.015)
     drawn = np.bincount(choose(scores, avail, rng, how="epsilon", epsilon=0.3)[:, 0], minlength=4) / 20_000
     np.testing.assert_allclose(drawn, [0.8, 0.1, 0, 0.1], atol=0.015)
     each = np.repeat([0.0, 0.3], 10_000)[:, None]  # half of the environments never explore

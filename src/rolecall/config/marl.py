@@ -135,7 +135,7 @@ class PPOOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeEvalOptions:
-    """Evaluation episodes: Q-learners do what they think best, PPO draws from its policy."""
+    """Evaluation episodes: Q-learners do what they think best, or nearly; PPO draws from its policy."""
 
     every: int = 50
     """Evaluate before the first step, every so many steps, and at the end; 0 is never."""
@@ -144,12 +144,17 @@ class EpisodeEvalOptions:
     greedy: bool = False
     """ippo and mappo: take the likeliest action instead of drawing one. Agents that must meet may then miss each other
     for ever."""
+    temperature: float = 0.0
+    """iql, vdn and qmix: draw from softmax(Q / temperature), so that two who wait for each other at different places get
+    apart; 0 takes the best action."""
     stop_at: float | None = None
     """End the run when the mean return reaches this."""
 
     def __post_init__(self) -> None:
         if self.every < 0 or self.episodes < 1:
             raise ValueError(f"eval.every is 0 or more and eval.episodes at least 1, got {self.every}, {self.episodes}")
+        if self.temperature < 0:
+            raise ValueError(f"eval.temperature is 0 or more, got {self.temperature}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,10 @@ Share = float | NDArray[np.float64]
 class Actor:
     """Chooses for `count` environments, episode after episode."""
 
-    def __init__(self, agents: Agents, *, how: How, epsilon: Share = 0.0) -> None:
-        """`sample` draws from softmax(outputs). `epsilon` makes that share of choices uniform and takes the best
-        otherwise."""
-        self.agents, self.how, self.epsilon = agents, how, epsilon
+    def __init__(self, agents: Agents, *, how: How, epsilon: Share = 0.0, temperature: float = 1.0) -> None:
+        """`sample` draws from softmax(outputs / temperature). `epsilon` makes that share of choices uniform and takes
+        the best otherwise."""
+        self.agents, self.how, self.epsilon, self.temperature = agents, how, epsilon, temperature
         self._memory: Tensor | None = None
         self._last: Tensor | None = None
 
@@ -33,7 +33,7 @@ class Actor:
         """obs [env, agent, obs] and avail [env, agent, action] -> actions [env, agent], all of them available."""
         x = self.agents.inputs(torch.from_numpy(obs), self._last)
         scores, self._memory = self.agents(x[None], self._memory)
-        chosen = choose(scores[0].numpy(), avail, rng, how=self.how, epsilon=self.epsilon)
+        chosen = choose(scores[0].numpy(), avail, rng, how=self.how, epsilon=self.epsilon, temperature=self.temperature)
         if self.agents.shape.last_action:
             self._last = torch.nn.functional.one_hot(torch.from_numpy(chosen), avail.shape[-1]).float()
         return chosen
@@ -46,6 +46,7 @@ def choose(
     *,
     how: How,
     epsilon: Share = 0.0,
+    temperature: float = 1.0,
 ) -> NDArray[np.int64]:
     """One available action per [env, agent]. As many random numbers are taken whatever is chosen."""
     scores = np.where(avail, scores, np.float32(UNAVAILABLE))
@@ -53,7 +54,7 @@ def choose(
     if how == "greedy":
         return best
     if how == "sample":
-        return _draw(np.exp(scores - scores.max(-1, keepdims=True)), rng.random(best.shape))
+        return _draw(np.exp((scores - scores.max(-1, keepdims=True)) / temperature), rng.random(best.shape))
     explore = rng.random(best.shape) < epsilon
     return np.where(explore, _draw(avail.astype(np.float32), rng.random(best.shape)), best)
 

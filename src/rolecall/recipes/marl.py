@@ -119,9 +119,10 @@ class _Marl:
 
     def evaluate(self, envs: Envs) -> dict[str, float]:
         """Mean return and length of episodes without exploration, with the same seeds every time."""
-        runner = Runner(envs, rewards=self.options.rewards, seed=self.options.seed)
-        drawn = self.options.on_policy and not self.options.eval.greedy
-        return describe(runner.run(Actor(self.agents, how="sample" if drawn else "greedy"), phase=EVALUATE, step=0))
+        o = self.options
+        temperature = float(not o.eval.greedy) if o.on_policy else o.eval.temperature
+        actor = Actor(self.agents, how="sample" if temperature else "greedy", temperature=temperature)
+        return describe(Runner(envs, rewards=o.rewards, seed=o.seed).run(actor, phase=EVALUATE, step=0))
 
     def explain(self) -> str:
         """The last step in words."""
