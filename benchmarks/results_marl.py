@@ -71,7 +71,7 @@ class Task:
         return {**self.settings, **self.more.get(kind, {}), **self.more.get(algo, {})}
 
 
-SOLVE = {"eval.every": 25, "eval.episodes": 128, "eval.stop_at": 0.975, "optim.schedule": "linear"}
+LBF = {"eval.every": 25, "eval.episodes": 128, "optim.schedule": "linear"}
 PPO_LBF = {"agent.hidden": 128, "optim.lr": 1e-3, "ppo.gamma": 0.97, "ppo.minibatches": 8, "ppo.entropy_end": 0.0}
 """Many small optimiser steps, and less and less chance in what agents do."""
 REMEMBERS = {"agent.recurrent": True, "agent.last_action": True, "agent.hidden": 64}
@@ -119,12 +119,12 @@ TASKS = (
         title="LBF 8x8-2p-2f-coop",
         env="lbf:8x8-2p-2f-coop",
         algos=("mappo", "ippo", "vdn", "qmix"),
-        settings=SOLVE,
+        settings={**LBF, "eval.stop_at": 0.975},
         more={
             "ppo": {"steps": 400, **PPO_LBF},
-            "q": {"steps": 500, **Q_LBF},
-            "vdn": {"eval.temperature": 0.05},
-            "qmix": {"eval.temperature": 0.02},
+            "q": Q_LBF,
+            "vdn": {"steps": 900, "eval.temperature": 0.1},
+            "qmix": {"steps": 500, "eval.temperature": 0.02},
         },
         goal=0.95,
         best="1",
@@ -133,7 +133,7 @@ TASKS = (
         title="LBF 8x8-2p-2f-2s-coop",
         env="lbf:8x8-2p-2f-2s-coop",
         algos=("mappo", "ippo"),
-        settings={**SOLVE, **PPO_LBF, "steps": 400, "ppo.minibatches": 4, **REMEMBERS},
+        settings={**LBF, **PPO_LBF, "steps": 400, "ppo.minibatches": 4, **REMEMBERS},
         goal=0.95,
         best="1; agents see two cells far",
     ),
