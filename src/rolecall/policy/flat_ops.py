@@ -138,53 +138,6 @@ class GatedMlp(Function):
         return dx, *_cast((dgate, dup, grad.T @ middle), ctx.dtypes)
 
 
-class Pad(Function):
-    """Rows of x in the order of `take`; every row is taken once, but for padding, whose gradient is dropped."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, take: Tensor, put: Tensor) -> Tensor:
-        ctx.save_for_backward(put)
-        return x.index_select(0, take)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (put,) = ctx.saved_tensors
-        return grad.index_select(0, put), None, None
-
-
-class Unpad(Function):
-    """The other way round: padding is left out, and gets no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, take: Tensor, put: Tensor, padding: Tensor) -> Tensor:
-        ctx.save_for_backward(take, padding)
-        return x.index_select(0, put)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        take, padding = ctx.saved_tensors
-        spread = grad.index_select(0, take)
-        spread[padding] = 0
-        return spread, None, None, None
-
-
-class Spread(Function):
-    """Row g of x for every branch of group g; gradients are added up in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group_of: Tensor) -> Tensor:
-        ctx.save_for_backward(group_of)
-        ctx.groups = len(x)
-        return x.index_select(0, group_of)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (group_of,) = ctx.saved_tensors
-        wide = torch.float32 if grad.dtype == torch.bfloat16 else grad.dtype
-        total = torch.zeros(ctx.groups, *grad.shape[1:], dtype=wide, device=grad.device)
-        return total.index_add_(0, group_of, grad.to(wide)).to(grad.dtype), None
-
-
 def _gated(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
