@@ -27,8 +27,6 @@ EXPERIMENTS: dict[str, Callable[[Place, int], None]] = {
     "trl": results_trl_side.compare,
     "smollm2": results_smollm2.learn,
 }
-ONE_SEED = ("smollm2",)
-"""Experiments of minutes per seed; `results` runs them with one seed too, and the page says so."""
 SEEDS = (0, 1, 2)
 
 
@@ -48,7 +46,7 @@ def main() -> None:
     for name, work in EXPERIMENTS.items() if not given.page else ():
         if given.only and name not in given.only:
             continue
-        for seed in SEEDS[:1] if given.quick or name in ONE_SEED else SEEDS:
+        for seed in SEEDS[:1] if given.quick else SEEDS:
             since = time.monotonic()
             print(f"{name}, seed {seed} …", flush=True)
             work(place, seed)
