@@ -11,9 +11,12 @@ goes on. The page is written from finished runs only and names what is missing.
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the command line does: read when torch is imported
 
 import results_page
 import results_smollm2
