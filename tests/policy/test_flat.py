@@ -14,6 +14,7 @@ from rolecall.policy.model import PolicyModel
 from rolecall.policy.packing import micro_batches
 from rolecall.policy.trunk import Trunk
 
+pytestmark = pytest.mark.usefixtures("fast_paths")
 SIZES = {
     "vocab_size": 50,
     "hidden_size": 48,

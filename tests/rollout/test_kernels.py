@@ -127,6 +127,7 @@ def test_answers_with_and_without_kernels(family, dtype, monkeypatch):
         assert float(first.abs().mean()) < 0.05
 
 
+@pytest.mark.usefixtures("fast_paths")
 def test_without_a_compiler_the_torch_path_is_used_with_one_line(monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
     compiled.library.cache_clear()
