@@ -88,9 +88,12 @@ def test_compiled_pieces_and_torch_pieces_agree(dtype, monkeypatch):
         cos, sin = torch.rand(130, 3, generator=made), torch.rand(130, 3, generator=made)
         normed = flat_ops.Norm.apply(x, weight, 1e-5, dtype)
         turned = flat_ops.Rotate.apply(normed.clone(), cos, sin, 3)
-        out = flat_ops.GatedMlp.apply(turned, *matrices)
-        (out.float() * torch.randn(130, 24, generator=made)).sum().backward()
-        return [out, x.grad, weight.grad, *(m.grad for m in matrices)]
+        total, again = flat_ops.AddNorm.apply(x, flat_ops.GatedMlp.apply(turned, *matrices), weight, 1e-5)
+        made_of_both = total * torch.randn(130, 24, generator=made) + again.float() * torch.randn(
+            130, 24, generator=made
+        )
+        made_of_both.sum().backward()
+        return [total.detach(), again, x.grad, weight.grad, *(m.grad for m in matrices)]
 
     compiled = outcome()
     monkeypatch.setenv("ROLECALL_KERNELS", "0")

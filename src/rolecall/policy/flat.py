@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rolecall.policy.attend_ops import Segments, attend
 from rolecall.policy.families import unsupported
-from rolecall.policy.flat_ops import GatedMlp, Norm, Project, Rotate
+from rolecall.policy.flat_ops import AddNorm, GatedMlp, Norm, Project, Rotate
 
 
 def unfit(model: Any) -> str | None:
@@ -126,22 +126,32 @@ class FlatTrunk:
         cos, sin = decoder.rotary_emb(x, layout.positions[None])
         half = self.width // 2
         cos, sin = (t[0, :, :half].to(x.dtype).contiguous() for t in (cos, sin))
+        normed = _norm(decoder.layers[0].input_layernorm, x, dtype)
         for number, layer in enumerate(decoder.layers):
             attention, mlp = layer.self_attn, layer.mlp
-            normed = _norm(layer.input_layernorm, x, dtype)
             projections = attention.q_proj, attention.k_proj, attention.v_proj
             qkv = Project.apply(normed, 3, *(p.weight for p in projections), *(p.bias for p in projections))
             qkv = Rotate.apply(qkv, cos, sin, self.heads + self.kv_heads)
             mixed = attend(qkv, layout.segments, heads=self.heads, kv_heads=self.kv_heads)
-            if number == len(decoder.layers) - 1:
+            last = number == len(decoder.layers) - 1
+            if last:
                 x, mixed = F.embedding(kept, x), F.embedding(kept, mixed)
-            x = x + Project.apply(mixed, 1, attention.o_proj.weight, attention.o_proj.bias)
-            normed = _norm(layer.post_attention_layernorm, x, dtype)
-            x = x + GatedMlp.apply(normed, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
-        return _norm(decoder.norm, F.embedding(wanted, x), x.dtype)
+            added = Project.apply(mixed, 1, attention.o_proj.weight, attention.o_proj.bias)
+            x, normed = _add_norm(layer.post_attention_layernorm, x, added)
+            added = GatedMlp.apply(normed, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+            if not last:
+                x, normed = _add_norm(decoder.layers[number + 1].input_layernorm, x, added)
+        return F.embedding(wanted, _norm(decoder.norm, x + added, x.dtype))
 
 
 def _norm(norm: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.dtype == torch.float64:  # transformers norms in fp32 whatever the weights, and fp64 is for exact comparisons
         return norm(x)
     return Norm.apply(x, norm.weight, norm.variance_epsilon, dtype)
+
+
+def _add_norm(norm: Any, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    if x.dtype == torch.float64:
+        return x + added, norm(x + added)
+    total, normed = AddNorm.apply(x, added, norm.weight, norm.variance_epsilon)
+    return total, normed

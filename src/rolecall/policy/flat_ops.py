@@ -26,30 +26,66 @@ class Norm(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        factors = x.new_empty(len(x))
-        kernels = _kernels(dtype, x, weight)
-        if kernels is None:
-            torch.rsqrt(x.square().mean(-1) + eps, out=factors)
-            out = (weight * (x * factors[:, None])).to(dtype)
-        else:
-            out = torch.empty_like(x, dtype=dtype)
-            _call(kernels, "norm", dtype, (x, weight, out, factors), x.shape, ctypes.c_float(eps))
+        _, out, factors = _normed(x, None, weight, eps, dtype)
         ctx.save_for_backward(x, weight, factors)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, factors = ctx.saved_tensors
-        grad = grad.contiguous()
-        kernels = _kernels(grad.dtype, x, weight)
-        if kernels is None:
-            normed, scaled = x * factors[:, None], grad.to(x.dtype) * weight
-            dx = factors[:, None] * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-            return dx, (grad.to(x.dtype) * normed).sum(0), None, None
-        dx = torch.empty_like(x)
-        partial = x.new_empty(-(-len(x) // _BLOCK), x.shape[1])
-        _call(kernels, "norm_back", grad.dtype, (x, weight, factors, grad, dx, partial), x.shape)
-        return dx, partial.sum(0), None, None
+        dx, _, dweight = _norm_back(x, weight, factors, grad, None, None)
+        return dx, dweight, None, None
+
+
+class AddNorm(Function):
+    """x + added in fp32, and its norm in the dtype of what is added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total, out, factors = _normed(x, added, weight, eps, added.dtype)
+        ctx.save_for_backward(total, weight, factors)
+        ctx.set_materialize_grads(False)
+        return total, out
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor | None, grad: Tensor) -> Any:
+        x, weight, factors = ctx.saved_tensors
+        dx, dadded, dweight = _norm_back(x, weight, factors, grad, above, grad.dtype)
+        return dx, dadded, dweight, None
+
+
+def _normed(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x with what is added, that normed, the factors 1 / rms)."""
+    factors = x.new_empty(len(x))
+    kernels = _kernels(dtype, x, weight, *(() if added is None else (added,)))
+    if kernels is None:
+        total = x if added is None else x + added
+        torch.rsqrt(total.square().mean(-1) + eps, out=factors)
+        return total, (weight * (total * factors[:, None])).to(dtype), factors
+    total = x if added is None else torch.empty_like(x)
+    out = torch.empty_like(x, dtype=dtype)
+    _call(kernels, "norm", dtype, (x, added, weight, total, out, factors), x.shape, ctypes.c_float(eps))
+    return total, out, factors
+
+
+def _norm_back(
+    x: Tensor, weight: Tensor, factors: Tensor, grad: Tensor, above: Tensor | None, added: torch.dtype | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(gradient of x, the same in the dtype of what was added, gradient of the weight); `above` is added to it."""
+    grad = grad.contiguous()
+    above = None if above is None else above.contiguous()
+    kernels = _kernels(grad.dtype, x, weight)
+    if kernels is None:
+        normed, scaled = x * factors[:, None], grad.to(x.dtype) * weight
+        dx = factors[:, None] * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+        dx = dx if above is None else dx + above
+        return dx, None if added is None else dx.to(added), (grad.to(x.dtype) * normed).sum(0)
+    dx, dadded = torch.empty_like(x), None if added is None else torch.empty_like(x, dtype=added)
+    partial = x.new_empty(-(-len(x) // _BLOCK), x.shape[1])
+    _call(kernels, "norm_back", grad.dtype, (x, weight, factors, grad, above, dx, dadded, partial), x.shape)
+    return dx, dadded, partial.sum(0)
 
 
 class Project(Function):
@@ -95,8 +131,8 @@ class Rotate(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        return _rotated(grad, cos, sin, ctx.heads, -1.0), None, None, None
+        # In place: attention has just made it, and nobody else holds it.
+        return _rotated(grad.contiguous(), cos, sin, ctx.heads, -1.0), None, None, None
 
 
 class GatedMlp(Function):
@@ -174,7 +210,17 @@ def _kernels(dtype: torch.dtype, *tensors: Tensor) -> ctypes.CDLL | None:
 
 
 def _call(
-    kernels: ctypes.CDLL, name: str, dtype: torch.dtype, tensors: Sequence[Tensor], sizes: Sequence[int], *more: Any
+    kernels: ctypes.CDLL,
+    name: str,
+    dtype: torch.dtype,
+    tensors: Sequence[Tensor | None],
+    sizes: Sequence[int],
+    *more: Any,
 ) -> None:
     function = getattr(kernels, f"{name}_{_NAMES[dtype]}")
-    function(*map(pointer, tensors), *map(ctypes.c_int64, sizes), *more, torch.get_num_threads())
+    function(
+        *(None if t is None else pointer(t) for t in tensors),
+        *map(ctypes.c_int64, sizes),
+        *more,
+        torch.get_num_threads(),
+    )

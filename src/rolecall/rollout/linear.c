@@ -19,6 +19,13 @@
 #ifdef __AVX512F__
 #include <immintrin.h>
 
+static void in_large_pages(char *begin, int64_t bytes) { /* fewer page walks; may be refused */
+#ifdef MADV_HUGEPAGE
+    int64_t page = 4096, skip = -(uintptr_t)begin % page;
+    if (bytes > skip) madvise(begin + skip, (bytes - skip) / page * page, MADV_HUGEPAGE);
+#endif
+}
+
 /* STEP entries of the inner dimension go into one lane at a time; ADD(sum, weights, x) adds their product. */
 #define STEP_f32 1
 #define BROADCAST_f32(x) _mm512_set1_ps(*(x))
@@ -37,10 +44,8 @@
                                                                                                                        \
     /* W [n, k] as panels; the columns beyond n are 0. */                                                              \
     void pack_##T(const T *restrict w, T *restrict packed, int64_t n, int64_t k, int threads) {                        \
-        int64_t panels = (n + COLUMNS - 1) / COLUMNS, page = 4096;                                                     \
-        char *begin = (char *)(((uintptr_t)packed + page - 1) / page * page);                                          \
-        int64_t bytes = (char *)(packed + panels * COLUMNS * k) - begin;                                               \
-        if (bytes > 0) madvise(begin, bytes / page * page, MADV_HUGEPAGE); /* fewer page walks; may be refused */      \
+        int64_t panels = (n + COLUMNS - 1) / COLUMNS;                                                                  \
+        in_large_pages((char *)packed, panels * COLUMNS * k * sizeof(T));                                              \
         _Pragma("omp parallel for schedule(static) num_threads(threads)")                                              \
         for (int64_t p = 0; p < panels; p++)                                                                           \
             for (int64_t i = 0; i < k / STEP_##T; i++)                                                                 \
