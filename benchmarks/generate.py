@@ -143,6 +143,12 @@ def compare(name: str, repeats: int, new: int) -> dict[str, Any]:
     ratios = sorted(b / a for a, b in pairs)
     ours = statistics.median(a for a, _ in pairs)
     products = 2 * sum(p.numel() for n, p in model.named_parameters() if "norm" not in n)  # per token; the head is tied
+    limit, config = limits(), model.config
+    cached = (
+        2 * config.num_hidden_layers * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
+    )
+    looked_at = sum(PROMPT + t for n in lengths for t in range(n))
+    read = model.dtype.itemsize * (new * products / 2 + cached * looked_at)  # all weights at each step, and the cache
     return {
         "title": f"generate, {TITLES[work['model']]}, {work['dtype']}, "
         + (f"32 x (32 + {SHORTEST}..{new})" if name == "ragged" else f"32 x (32 + {new})"),
@@ -153,7 +159,8 @@ def compare(name: str, repeats: int, new: int) -> dict[str, Any]:
         "range": (ratios[0], ratios[-1]),
         "must": work["must"],
         "aim": work["aim"],
-        "gemm_share": products * (tokens + ROWS * PROMPT) / ours / limits()[work["dtype"]],
+        "gemm_share": products * (tokens + ROWS * PROMPT) / ours / limit[work["dtype"]],
+        "read_share": read / ours / limit["read"],
         "repeats": repeats,
         "load": os.getloadavg()[0],
     }

@@ -74,6 +74,7 @@ def finished(path: Path, work: Callable[[bool], Run | None], **facts: Any) -> di
         if run is not None and run.outcome.exit_code != 0:
             raise SystemExit(f"{path} ended early: {run.outcome.reason}; start again to go on")
         facts = {**facts, "seconds": time.monotonic() - begun}
+        print(f"  {path.parent.name}/{path.name}: {facts['seconds']:.0f} s", flush=True)
         (path / "result.json").write_text(json.dumps(facts, indent=1))
     return json.loads((path / "result.json").read_text())
 

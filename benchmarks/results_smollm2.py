@@ -61,8 +61,8 @@ with SFT at 5e-5 `word_sequence_reversal` of three to five words 47 % (of three 
 `number_format` 56 %, `word_sequence_reversal` of three to four words 48 %, `spell_backward` of three to five letters 0 %.
 GRPO on three to five words came first (as below, but from SFT at 5e-5, with room for 24 tokens and meant for 60 steps):
 after 7 steps lists of three words were right and longer ones nearly all wrong, so it was stopped and the task became three
-words; the one evaluation on held-out problems that it had made was not looked at. RL on three words was run once, with the
-settings below. The table's other tasks were measured after the choice, with the same SFT as the chosen one. Prompts are
+words; the one evaluation on held-out problems that it had made was not looked at. RL on three words was run with the
+settings below and no others. The table's other tasks were measured after the choice, with the same SFT as the chosen one. Prompts are
 the task's text as it is, without a chat template."""
 """How task and settings were chosen."""
 

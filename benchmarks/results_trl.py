@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
@@ -78,6 +78,7 @@ def main(s):
         train_dataset=Dataset.from_list(rows),
         callbacks=[rewards],
     )
+    trainer.remove_callback(PrinterCallback)
     begun = time.monotonic()
     trainer.train()
     log = {"train_seconds": time.monotonic() - begun, "rewards": rewards.found, "step_seconds": rewards.seconds}

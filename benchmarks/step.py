@@ -13,7 +13,7 @@ import json
 import os
 import statistics
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,74 +43,60 @@ class Work:
     """The shortest and longest answer; all run to `new_tokens` if not given."""
     trials: tuple[dict[str, Any], ...] = ()
     """TRL's settings that are tried."""
-    ours: dict[str, Any] = field(default_factory=dict)
 
 
 BF16 = {"policy": {"mixed_precision": "bf16"}, "engine": {"dtype": "bfloat16"}}
+LARGE_TRIALS = ({"bf16": True, "checkpointing": True, "batch": 32}, {"bf16": True, "checkpointing": False, "batch": 8})
+SMALL_TRIALS = (
+    {"bf16": True, "checkpointing": False},
+    {"bf16": True, "checkpointing": True},
+    {"bf16": False, "checkpointing": False},
+)
+SMOLLM2 = Work(
+    title="GRPO, SmolLM2-135M, 4 x 8 x 64 tokens",
+    model="smollm2",
+    prompts=4,
+    samples=8,
+    prompt_tokens=28,
+    new_tokens=64,
+    must=2,
+    aim=3,
+    memory=0.8,
+    trials=LARGE_TRIALS,
+)
+SMALL = Work(
+    title="GRPO, 4 layers x 256, 8 x 8 x 128 tokens",
+    model="small",
+    prompts=8,
+    samples=8,
+    prompt_tokens=32,
+    new_tokens=128,
+    must=2,
+    aim=3.5,
+    trials=tuple({**trial, "batch": 64} for trial in SMALL_TRIALS),
+)
 WORKS = {
-    "smollm2": Work(
-        title="GRPO, SmolLM2-135M, 4 x 8 x 64 tokens",
-        model="smollm2",
-        prompts=4,
-        samples=8,
-        prompt_tokens=28,
-        new_tokens=64,
-        must=2,
-        aim=3,
-        memory=0.8,
-        trials=(
-            {"bf16": True, "checkpointing": True, "batch": 32},
-            {"bf16": True, "checkpointing": False, "batch": 8},
-        ),
-        ours=BF16,
-    ),
-    "long-prompts": Work(
+    "smollm2": SMOLLM2,
+    "long-prompts": replace(
+        SMOLLM2,
         title="GRPO, SmolLM2-135M, 4 x 8, prompts of 200, answers of 8 to 32 tokens",
-        model="smollm2",
-        prompts=4,
-        samples=8,
         prompt_tokens=200,
         new_tokens=32,
         lengths=(8, 32),
         must=4,
         aim=8,
-        trials=(
-            {"bf16": True, "checkpointing": True, "batch": 32},
-            {"bf16": True, "checkpointing": False, "batch": 8},
-        ),
-        ours=BF16,
+        memory=1.0,
     ),
-    "small": Work(
-        title="GRPO, 4 layers x 256, 8 x 8 x 128 tokens",
-        model="small",
-        prompts=8,
-        samples=8,
-        prompt_tokens=32,
-        new_tokens=128,
-        must=2,
-        aim=3.5,
-        trials=(
-            {"bf16": True, "checkpointing": False, "batch": 64},
-            {"bf16": True, "checkpointing": True, "batch": 64},
-            {"bf16": False, "checkpointing": False, "batch": 64},
-        ),
-        ours=BF16,
-    ),
-    "ppo": Work(
+    "small": SMALL,
+    "ppo": replace(
+        SMALL,
         title="PPO, 4 layers x 256, 32 x 64 tokens, 4 epochs, critic, reference and reward model of the same size",
-        model="small",
         prompts=32,
         samples=1,
-        prompt_tokens=32,
         new_tokens=64,
         must=2.5,
         aim=4,
-        trials=(
-            {"bf16": True, "checkpointing": False},
-            {"bf16": True, "checkpointing": True},
-            {"bf16": False, "checkpointing": False},
-        ),
-        ours=BF16,
+        trials=SMALL_TRIALS,
     ),
 }
 EPOCHS = 4
@@ -137,7 +123,7 @@ def start_ours(name: str, work: Work) -> Side:
         "optim": {"lr": 1e-6},
         "lengths": work.lengths,
         "out": str(OUT / f"{name}-ours"),
-        **work.ours,
+        **BF16,
     }
     if name == "ppo":
         settings |= {

@@ -24,3 +24,10 @@ def users_view():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def fast_paths(monkeypatch):
+    """On, whatever the environment says: for tests that are about them."""
+    monkeypatch.delenv("ROLECALL_FLAT", raising=False)
+    monkeypatch.delenv("ROLECALL_KERNELS", raising=False)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from rolecall.policy.compiled import library
 from rolecall.policy.head_ops import _SOURCE, Head, HeadPass
 
+pytestmark = pytest.mark.usefixtures("fast_paths")
 needs_compiler = pytest.mark.skipif(library(_SOURCE) is None, reason="no C compiler")
 
 

@@ -184,6 +184,7 @@ def test_an_adapter_is_merged_first():
         Critic.from_policy(add_adapter(load("tiny"), rank=2))
 
 
+@pytest.mark.usefixtures("fast_paths")
 def test_asked_values_are_those_of_the_whole_and_so_are_their_gradients():
     critic = Critic.from_policy(load("tiny"), std=0.1)
     asked = torch.tensor([[True, False, True], [False, True, True]])

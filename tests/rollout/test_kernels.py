@@ -21,7 +21,7 @@ def test_norm_adds_in_place_and_norms(dtype):
     generator = torch.Generator().manual_seed(0)
     x, added, weight = (torch.randn(s, generator=generator).to(dtype) for s in ((3, 40), (3, 40), (40,)))
     expected = x + added
-    normed = kernels_for(dtype).add_norm(x, added, weight, 1e-6)
+    normed = kernels_for(dtype).add_norm(x, added, weight, 1e-6, out=torch.empty_like(x))
     torch.testing.assert_close(x, expected)
     torch.testing.assert_close(
         normed.float(),
@@ -38,8 +38,39 @@ def test_norm_adds_in_place_and_norms(dtype):
 def test_gated_is_silu_times_up(dtype):
     gate_up = torch.randn(5, 26, generator=torch.Generator().manual_seed(0)).to(dtype)
     gate, up = gate_up.float().chunk(2, dim=-1)
-    ours = kernels_for(dtype).gated(gate_up).float()
+    ours = kernels_for(dtype).gated(gate_up, out=torch.empty(5, 13, dtype=dtype)).float()
     torch.testing.assert_close(ours, torch.nn.functional.silu(gate) * up, atol=1e-2, rtol=1e-2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv", "width"), [(9, 3, 64), (8, 2, 32), (5, 1, 128), (4, 4, 24)])
+def test_attention_looks_at_the_tokens_of_its_own_slot(dtype, heads, kv, width):
+    made, rows, room = torch.Generator().manual_seed(0), 4, 50
+    qkv = torch.randn(rows, (heads + 2 * kv) * width, generator=made).to(dtype)
+    angles = torch.rand(rows, width // 2, generator=made)
+    keys, values = (torch.randn(rows + 1, kv, room, width, generator=made).to(dtype) for _ in range(2))
+    lengths = torch.tensor([0, 1, 17, 49])
+    before = keys.clone()
+    out = torch.empty(rows, heads * width, dtype=dtype)
+    kernels_for(dtype).attend(qkv, angles.cos(), angles.sin(), keys, values, lengths, out=out)
+    q, k, v = qkv.double().view(rows, -1, width).split([heads, kv, kv], dim=1)
+    cos, sin = angles.double().cos()[:, None], angles.double().sin()[:, None]
+
+    def turned(x):
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+    band = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 3e-2, "rtol": 3e-2}
+    for r, n in enumerate(lengths.tolist()):
+        torch.testing.assert_close(keys[r, :, n].double(), turned(k)[r], **band)
+        assert torch.equal(values[r, :, n].double(), v[r])
+        seen = [x[r, :, : n + 1].double().repeat_interleave(heads // kv, dim=0) for x in (keys, values)]
+        weights = torch.einsum("hd,htd->ht", turned(q)[r], seen[0]).mul(width**-0.5).softmax(-1)
+        expected = torch.einsum("ht,htd->hd", weights, seen[1]).flatten()
+        torch.testing.assert_close(out[r].double(), expected, **band)
+        keys[r, :, n] = before[r, :, n]
+    assert torch.equal(keys, before), "nothing else was written"
 
 
 @needs_compiler
@@ -96,6 +127,7 @@ def test_answers_with_and_without_kernels(family, dtype, monkeypatch):
         assert float(first.abs().mean()) < 0.05
 
 
+@pytest.mark.usefixtures("fast_paths")
 def test_without_a_compiler_the_torch_path_is_used_with_one_line(monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
     compiled.library.cache_clear()

@@ -5,8 +5,10 @@ In memory NaN means "not computed at this position"; on disk that is null. docs/
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,23 @@ def write_rollouts(
 
     Per-position numbers are kept as float32, scores in full.
     """
+    rollouts_file(path, trajectories, batch, step=step, details=details, model=model, tokenizer=tokenizer)()
+
+
+def rollouts_file(
+    path: Path,
+    trajectories: Sequence[Trajectory],
+    batch: Batch,
+    *,
+    step: int,
+    details: Sequence[RolloutDetails],
+    model: str,
+    tokenizer: str,
+) -> Callable[[], None]:
+    """`write_rollouts` in two parts: this one copies all that will be written, and what it returns writes the file.
+
+    The second part does not hold Python's lock for long, so another thread can do it while training goes on.
+    """
     if not trajectories:
         raise ValueError(f"there are no trajectories to write to {path}")
     if not len(trajectories) == len(batch) == len(details):
@@ -210,7 +229,7 @@ def write_rollouts(
         columns[name] = _cut(getattr(batch, name), lengths, torch.float32).column(FLOATS)
     scored = {} if batch.scores is None else {"score_dtype": str(batch.scores.dtype).removeprefix("torch.")}
     facts = {"model": model, "tokenizer": tokenizer, **scored}
-    write_table(path, table_of(columns, ROLLOUTS.schema), ROLLOUTS, facts)
+    return partial(write_table, path, table_of(columns, ROLLOUTS.schema), ROLLOUTS, facts)
 
 
 def read_rollouts(path: Path) -> Rollouts:
@@ -286,18 +305,32 @@ def _from_details(details: Sequence[RolloutDetails]) -> dict[str, Any]:
     columns: dict[str, Any] = {
         name: [getattr(d, name) for d in details] for name in ("prompt", "sample", "seed", "total")
     }
-    columns["pieces"] = [None if d.pieces is None else list(d.pieces) for d in details]
+    columns["pieces"] = _pieces(details)
     columns["messages"] = [
         None if d.messages is None else [{key: _storable(held) for key, held in m.items()} for m in d.messages]
         for d in details
     ]
     for name in ("prompt_text", "answer_text", "reward_failure"):
         columns[name] = [_storable(getattr(d, name)) for d in details]
-    settings = {id(d.sampling): d.sampling for d in details}  # as a rule one for all, which need not be hashed
-    made = {key: None if sampling is None else asdict(sampling) for key, sampling in settings.items()}
-    columns["sampling"] = [made[id(d.sampling)] for d in details]
+    columns["sampling"] = _samplings(details)
     columns["extras"] = [_json(d.extras, row) for row, d in enumerate(details)]
     return columns
+
+
+def _pieces(details: Sequence[RolloutDetails]) -> pa.Array:
+    given = [d.pieces for d in details]
+    offsets = np.cumsum([0, *(len(pieces or ()) for pieces in given)])
+    flat = pa.array(list(chain.from_iterable(pieces for pieces in given if pieces is not None)), pa.binary())
+    absent = pa.array([pieces is None for pieces in given])
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), flat, type=_PIECES, mask=absent)
+
+
+def _samplings(details: Sequence[RolloutDetails]) -> pa.Array:
+    """As a rule all rows share one object, which is spelt out once."""
+    settings = {id(d.sampling): d.sampling for d in details}
+    places = {key: place for place, key in enumerate(settings)}
+    made = pa.array([None if sampling is None else asdict(sampling) for sampling in settings.values()], _SAMPLING)
+    return made.take(pa.array([places[id(d.sampling)] for d in details]))
 
 
 def _to_details(table: pa.Table) -> tuple[RolloutDetails, ...]:
@@ -363,7 +396,7 @@ def _check_same(trajectories: Sequence[Trajectory], batch: Batch, tokens: Mappin
 def _nullable(scores: Tensor | None, rows: int) -> pa.Array:
     if scores is None:
         return pa.nulls(rows, pa.float64())
-    held = as_numpy(scores, torch.float64)
+    held = as_numpy(scores, torch.float64).copy()
     return pa.array(held, mask=np.isnan(held))
 
 

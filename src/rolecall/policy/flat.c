@@ -11,24 +11,30 @@
 #define BLOCK 64 /* rows whose weight gradients are added up together */
 
 #define KERNELS(T, get, put)                                                                                           \
-    /* out = weight * x * factor, factor = 1 / rms(x), which is kept. x, out [rows, width]. */                         \
-    void norm_##T(const float *restrict x, const float *restrict weight, T *restrict out, float *restrict factors,     \
-                  int64_t rows, int64_t width, float eps, int threads) {                                               \
+    /* x = before + added, if there is any, else before; out = weight * x * factor, factor = 1 / rms(x), which is kept.\
+     * All [rows, width]. */                                                                                           \
+    void norm_##T(const float *restrict before, const T *restrict added, const float *restrict weight,                 \
+                  float *restrict x, T *restrict out, float *restrict factors, int64_t rows, int64_t width, float eps, \
+                  int threads) {                                                                                       \
         _Pragma("omp parallel for schedule(static) num_threads(threads)")                                              \
         for (int64_t r = 0; r < rows; r++) {                                                                           \
-            const float *here = x + r * width;                                                                         \
+            const float *here = before + r * width;                                                                    \
             float squares = 0;                                                                                         \
+            if (added) {                                                                                               \
+                for (int64_t d = 0; d < width; d++) x[r * width + d] = here[d] + get(added + r * width + d);           \
+                here = x + r * width;                                                                                  \
+            }                                                                                                          \
             for (int64_t d = 0; d < width; d++) squares += here[d] * here[d];                                          \
             float factor = factors[r] = 1 / sqrtf(squares / width + eps);                                              \
             for (int64_t d = 0; d < width; d++) put(out + r * width + d, weight[d] * (here[d] * factor));              \
         }                                                                                                              \
     }                                                                                                                  \
                                                                                                                        \
-    /* dx = factor * (g - n * mean(g * n)) with n = x * factor and g = weight * dout; partial [blocks, width] holds    \
-     * each block's sum of dout * n. */                                                                                \
+    /* dx = above + factor * (g - n * mean(g * n)) with n = x * factor and g = weight * dout, and the same into dadded;\
+     * above and dadded may be missing. partial [blocks, width] holds each block's sum of dout * n. */                 \
     void norm_back_##T(const float *restrict x, const float *restrict weight, const float *restrict factors,           \
-                       const T *restrict dout, float *restrict dx, float *restrict partial, int64_t rows,              \
-                       int64_t width, int threads) {                                                                   \
+                       const T *restrict dout, const float *restrict above, float *restrict dx, T *restrict dadded,    \
+                       float *restrict partial, int64_t rows, int64_t width, int threads) {                            \
         _Pragma("omp parallel for schedule(static) num_threads(threads)")                                              \
         for (int64_t block = 0; block < (rows + BLOCK - 1) / BLOCK; block++) {                                         \
             float *sums = partial + block * width;                                                                     \
@@ -45,6 +51,10 @@
                 dot /= width;                                                                                          \
                 for (int64_t d = 0; d < width; d++)                                                                    \
                     result[d] = factor * (get(g + d) * weight[d] - here[d] * factor * dot);                            \
+                if (above)                                                                                             \
+                    for (int64_t d = 0; d < width; d++) result[d] += above[r * width + d];                             \
+                if (dadded)                                                                                            \
+                    for (int64_t d = 0; d < width; d++) put(dadded + r * width + d, result[d]);                        \
             }                                                                                                          \
         }                                                                                                              \
     }                                                                                                                  \

@@ -13,7 +13,6 @@ $ROLECALL_FLAT=0 turns it off.
 """
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +22,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rolecall.policy.attend_ops import Segments, attend
 from rolecall.policy.families import unsupported
-from rolecall.policy.flat_ops import GatedMlp, Norm, Pad, Project, Rotate, Spread, Unpad
+from rolecall.policy.flat_ops import AddNorm, GatedMlp, Norm, Project, Rotate
 
 
 def unfit(model: Any) -> str | None:
@@ -46,11 +46,7 @@ def unfit(model: Any) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Where the tokens of a batch lie on the flat list, and in the two rectangles of attention.
-
-    The rectangles, one of prefixes and one of branches, are padded at the end of their rows. Their places are numbered
-    together, the prefixes' first; every flat token has one place.
-    """
+    """Where the tokens of a batch lie on the flat list."""
 
     source: Tensor
     """[n] the place of each flat token in ids.flatten()."""
@@ -58,65 +54,33 @@ class Layout:
     """[n] its position in its row."""
     place: Tensor
     """[batch, time] the flat token of each position; -1 where there is none."""
-    prefixes: tuple[int, int]
-    """(rows, longest) of the rectangle of prefixes; longest is 0 if no rows share anything."""
-    branches: tuple[int, int]
-    """(rows, longest) of the rectangle of branches."""
-    take: Tensor
-    """[places] the flat token at each place; any at padding."""
-    put: Tensor
-    """[n] the place of each flat token."""
-    padding: Tensor
-    """The places that hold none."""
-    group_of: Tensor
-    """[branches] the prefix each branch goes on from."""
-    mask: Tensor | None
-    """[branches, 1, longest, prefix + longest] what a branch's tokens may look at; None: itself only, causally."""
+    segments: Segments
+    """Which tokens look at which: a group's prefix is its first segment, and every branch one more."""
 
 
-def layout_of(ids: Int[Tensor, "batch time"], needed: Bool[Tensor, "batch time"], *, dtype: torch.dtype) -> Layout:
+def layout_of(ids: Int[Tensor, "batch time"], needed: Bool[Tensor, "batch time"]) -> Layout:
     """The layout of all tokens that the needed positions depend on."""
     time = ids.shape[1]
     ends = (needed * torch.arange(1, time + 1)).amax(1).numpy()
-    table = ids.numpy()
-    groups = _groups(table, ends)
     place = np.full(ids.shape, -1, dtype=np.int64)
-    source, positions, prefixes, branches, group_of = [], [], [], [], []
-    n = 0
+    source, positions, starts, groups = [], [], [0], [0]
 
     def lay(row: int, start: int, stop: int) -> np.ndarray:
-        nonlocal n
         source.append(row * time + np.arange(start, stop))
         positions.append(np.arange(start, stop))
-        n += stop - start
-        return np.arange(n - (stop - start), n)
+        starts.append(starts[-1] + stop - start)
+        return np.arange(*starts[-2:])
 
-    for number, (rows, shared) in enumerate(groups):
+    for rows, shared in _groups(ids.numpy(), ends):
         prefix = lay(rows[0], 0, shared)
-        prefixes.append(prefix)
         for row in rows:
-            branch = lay(row, shared, ends[row])
-            branches.append(branch)
-            group_of.append(number)
-            place[row, :shared], place[row, shared : ends[row]] = prefix, branch
-    longest = max(map(len, prefixes))
-    places = np.concatenate([_padded(prefixes), _padded(branches)])
-    there = np.flatnonzero(places >= 0)
-    put = np.empty(n, dtype=np.int64)
-    put[places[there]] = there
-    width = max(map(len, branches))
-    lengths = torch.tensor([len(prefixes[group]) for group in group_of])
+            place[row, :shared], place[row, shared : ends[row]] = prefix, lay(row, shared, ends[row])
+        groups.append(len(starts) - 1)
     return Layout(
         source=torch.from_numpy(np.concatenate(source)),
         positions=torch.from_numpy(np.concatenate(positions)),
         place=torch.from_numpy(place),
-        prefixes=(len(prefixes), longest),
-        branches=(len(branches), width),
-        take=torch.from_numpy(np.maximum(places, 0)),
-        put=torch.from_numpy(put),
-        padding=torch.from_numpy(np.flatnonzero(places < 0)),
-        group_of=torch.tensor(group_of),
-        mask=_mask(lengths, width, dtype) if longest else None,
+        segments=Segments(starts=torch.tensor(starts), groups=torch.tensor(groups)),
     )
 
 
@@ -142,21 +106,6 @@ def _groups(table: np.ndarray, ends: np.ndarray) -> list[tuple[list[int], int]]:
     return groups
 
 
-def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """[rows x longest] the rows one after another, -1 behind the shorter ones."""
-    longest = max(map(len, rows))
-    return np.concatenate([np.pad(row, (0, longest - len(row)), constant_values=-1) for row in rows])
-
-
-def _mask(prefix_lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
-    """0 where a branch's token may look, -inf elsewhere."""
-    width = int(prefix_lengths.max())
-    before = torch.arange(width)[None, None, :] < prefix_lengths[:, None, None]
-    own = torch.ones(longest, longest, dtype=torch.bool).tril()
-    allowed = torch.cat([before.expand(-1, longest, -1), own.expand(len(prefix_lengths), -1, -1)], dim=2)
-    return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)[:, None]
-
-
 class FlatTrunk:
     """Stands in for `model.get_decoder()`: the same parameters, the same numbers, less work."""
 
@@ -169,57 +118,40 @@ class FlatTrunk:
         self, ids: Int[Tensor, "batch time"], needed: Bool[Tensor, "batch time"], *, dtype: torch.dtype
     ) -> Float[Tensor, "n width"]:
         """The last hidden states of the needed positions, row by row. At least one is needed."""
-        layout = layout_of(ids, needed, dtype=dtype)
+        layout = layout_of(ids, needed)
         decoder = self._decoder
+        # What nobody asked for is of no use behind the last layer's keys and values.
+        kept, wanted = torch.unique(layout.place[needed], return_inverse=True)
         x = F.embedding(ids.flatten()[layout.source], decoder.embed_tokens.weight)
         cos, sin = decoder.rotary_emb(x, layout.positions[None])
         half = self.width // 2
         cos, sin = (t[0, :, :half].to(x.dtype).contiguous() for t in (cos, sin))
-        for layer in decoder.layers:
+        normed = _norm(decoder.layers[0].input_layernorm, x, dtype)
+        for number, layer in enumerate(decoder.layers):
             attention, mlp = layer.self_attn, layer.mlp
-            normed = _norm(layer.input_layernorm, x, dtype)
             projections = attention.q_proj, attention.k_proj, attention.v_proj
             qkv = Project.apply(normed, 3, *(p.weight for p in projections), *(p.bias for p in projections))
             qkv = Rotate.apply(qkv, cos, sin, self.heads + self.kv_heads)
-            mixed = self._attend(qkv, layout)
-            x = x + Project.apply(mixed, 1, attention.o_proj.weight, attention.o_proj.bias)
-            normed = _norm(layer.post_attention_layernorm, x, dtype)
-            x = x + GatedMlp.apply(normed, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
-        x = F.embedding(layout.place[needed], x)
-        return _norm(decoder.norm, x, x.dtype)
-
-    def _attend(self, qkv: Tensor, layout: Layout) -> Tensor:
-        """[n, heads x width] what each token gathers from those it may look at."""
-        rows = Pad.apply(qkv, layout.take, layout.put)
-        (groups, longest), (count, width) = layout.prefixes, layout.branches
-        first, rest = rows.split([groups * longest, count * width])
-        q, k, v = self._heads(rest, count, width)
-        if layout.mask is None:
-            mixed = self._mixed(q, k, v, None)
-        else:
-            prefix_q, prefix_k, prefix_v = self._heads(first, groups, longest)
-            k, v = (
-                torch.cat([Spread.apply(before, layout.group_of), own], dim=2)
-                for before, own in ((prefix_k, k), (prefix_v, v))
-            )
-            mixed = torch.cat([self._mixed(prefix_q, prefix_k, prefix_v, None), self._mixed(q, k, v, layout.mask)])
-        return Unpad.apply(mixed, layout.take, layout.put, layout.padding)
-
-    def _heads(self, rows: Tensor, count: int, length: int) -> tuple[Tensor, ...]:
-        """Queries, keys and values [rows, heads, length, width]."""
-        heads = rows.view(count, length, -1, self.width).transpose(1, 2)
-        return heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-
-    def _mixed(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention, causal if there is no mask; [rows x longest, heads x width]."""
-        repeats = self.heads // self.kv_heads
-        if repeats > 1:
-            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        return mixed.transpose(1, 2).reshape(-1, self.heads * self.width)
+            mixed = attend(qkv, layout.segments, heads=self.heads, kv_heads=self.kv_heads)
+            last = number == len(decoder.layers) - 1
+            if last:
+                x, mixed = F.embedding(kept, x), F.embedding(kept, mixed)
+            added = Project.apply(mixed, 1, attention.o_proj.weight, attention.o_proj.bias)
+            x, normed = _add_norm(layer.post_attention_layernorm, x, added)
+            added = GatedMlp.apply(normed, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+            if not last:
+                x, normed = _add_norm(decoder.layers[number + 1].input_layernorm, x, added)
+        return F.embedding(wanted, _norm(decoder.norm, x + added, x.dtype))
 
 
 def _norm(norm: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.dtype == torch.float64:  # transformers norms in fp32 whatever the weights, and fp64 is for exact comparisons
         return norm(x)
     return Norm.apply(x, norm.weight, norm.variance_epsilon, dtype)
+
+
+def _add_norm(norm: Any, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    if x.dtype == torch.float64:
+        return x + added, norm(x + added)
+    total, normed = AddNorm.apply(x, added, norm.weight, norm.variance_epsilon)
+    return total, normed

@@ -26,30 +26,66 @@ class Norm(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        factors = x.new_empty(len(x))
-        kernels = _kernels(dtype, x, weight)
-        if kernels is None:
-            torch.rsqrt(x.square().mean(-1) + eps, out=factors)
-            out = (weight * (x * factors[:, None])).to(dtype)
-        else:
-            out = torch.empty_like(x, dtype=dtype)
-            _call(kernels, "norm", dtype, (x, weight, out, factors), x.shape, ctypes.c_float(eps))
+        _, out, factors = _normed(x, None, weight, eps, dtype)
         ctx.save_for_backward(x, weight, factors)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, factors = ctx.saved_tensors
-        grad = grad.contiguous()
-        kernels = _kernels(grad.dtype, x, weight)
-        if kernels is None:
-            normed, scaled = x * factors[:, None], grad.to(x.dtype) * weight
-            dx = factors[:, None] * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-            return dx, (grad.to(x.dtype) * normed).sum(0), None, None
-        dx = torch.empty_like(x)
-        partial = x.new_empty(-(-len(x) // _BLOCK), x.shape[1])
-        _call(kernels, "norm_back", grad.dtype, (x, weight, factors, grad, dx, partial), x.shape)
-        return dx, partial.sum(0), None, None
+        dx, _, dweight = _norm_back(x, weight, factors, grad, None, None)
+        return dx, dweight, None, None
+
+
+class AddNorm(Function):
+    """x + added in fp32, and its norm in the dtype of what is added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total, out, factors = _normed(x, added, weight, eps, added.dtype)
+        ctx.save_for_backward(total, weight, factors)
+        ctx.set_materialize_grads(False)
+        return total, out
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor | None, grad: Tensor) -> Any:
+        x, weight, factors = ctx.saved_tensors
+        dx, dadded, dweight = _norm_back(x, weight, factors, grad, above, grad.dtype)
+        return dx, dadded, dweight, None
+
+
+def _normed(
+    x: Tensor, added: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x with what is added, that normed, the factors 1 / rms)."""
+    factors = x.new_empty(len(x))
+    kernels = _kernels(dtype, x, weight, *(() if added is None else (added,)))
+    if kernels is None:
+        total = x if added is None else x + added
+        torch.rsqrt(total.square().mean(-1) + eps, out=factors)
+        return total, (weight * (total * factors[:, None])).to(dtype), factors
+    total = x if added is None else torch.empty_like(x)
+    out = torch.empty_like(x, dtype=dtype)
+    _call(kernels, "norm", dtype, (x, added, weight, total, out, factors), x.shape, ctypes.c_float(eps))
+    return total, out, factors
+
+
+def _norm_back(
+    x: Tensor, weight: Tensor, factors: Tensor, grad: Tensor, above: Tensor | None, added: torch.dtype | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(gradient of x, the same in the dtype of what was added, gradient of the weight); `above` is added to it."""
+    grad = grad.contiguous()
+    above = None if above is None else above.contiguous()
+    kernels = _kernels(grad.dtype, x, weight)
+    if kernels is None:
+        normed, scaled = x * factors[:, None], grad.to(x.dtype) * weight
+        dx = factors[:, None] * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+        dx = dx if above is None else dx + above
+        return dx, None if added is None else dx.to(added), (grad.to(x.dtype) * normed).sum(0)
+    dx, dadded = torch.empty_like(x), None if added is None else torch.empty_like(x, dtype=added)
+    partial = x.new_empty(-(-len(x) // _BLOCK), x.shape[1])
+    _call(kernels, "norm_back", grad.dtype, (x, weight, factors, grad, above, dx, dadded, partial), x.shape)
+    return dx, dadded, partial.sum(0)
 
 
 class Project(Function):
@@ -95,8 +131,8 @@ class Rotate(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        return _rotated(grad, cos, sin, ctx.heads, -1.0), None, None, None
+        # In place: attention has just made it, and nobody else holds it.
+        return _rotated(grad.contiguous(), cos, sin, ctx.heads, -1.0), None, None, None
 
 
 class GatedMlp(Function):
@@ -138,53 +174,6 @@ class GatedMlp(Function):
         return dx, *_cast((dgate, dup, grad.T @ middle), ctx.dtypes)
 
 
-class Pad(Function):
-    """Rows of x in the order of `take`; every row is taken once, but for padding, whose gradient is dropped."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, take: Tensor, put: Tensor) -> Tensor:
-        ctx.save_for_backward(put)
-        return x.index_select(0, take)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (put,) = ctx.saved_tensors
-        return grad.index_select(0, put), None, None
-
-
-class Unpad(Function):
-    """The other way round: padding is left out, and gets no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, take: Tensor, put: Tensor, padding: Tensor) -> Tensor:
-        ctx.save_for_backward(take, padding)
-        return x.index_select(0, put)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        take, padding = ctx.saved_tensors
-        spread = grad.index_select(0, take)
-        spread[padding] = 0
-        return spread, None, None, None
-
-
-class Spread(Function):
-    """Row g of x for every branch of group g; gradients are added up in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group_of: Tensor) -> Tensor:
-        ctx.save_for_backward(group_of)
-        ctx.groups = len(x)
-        return x.index_select(0, group_of)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (group_of,) = ctx.saved_tensors
-        wide = torch.float32 if grad.dtype == torch.bfloat16 else grad.dtype
-        total = torch.zeros(ctx.groups, *grad.shape[1:], dtype=wide, device=grad.device)
-        return total.index_add_(0, group_of, grad.to(wide)).to(grad.dtype), None
-
-
 def _gated(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
@@ -221,7 +210,17 @@ def _kernels(dtype: torch.dtype, *tensors: Tensor) -> ctypes.CDLL | None:
 
 
 def _call(
-    kernels: ctypes.CDLL, name: str, dtype: torch.dtype, tensors: Sequence[Tensor], sizes: Sequence[int], *more: Any
+    kernels: ctypes.CDLL,
+    name: str,
+    dtype: torch.dtype,
+    tensors: Sequence[Tensor | None],
+    sizes: Sequence[int],
+    *more: Any,
 ) -> None:
     function = getattr(kernels, f"{name}_{_NAMES[dtype]}")
-    function(*map(pointer, tensors), *map(ctypes.c_int64, sizes), *more, torch.get_num_threads())
+    function(
+        *(None if t is None else pointer(t) for t in tensors),
+        *map(ctypes.c_int64, sizes),
+        *more,
+        torch.get_num_threads(),
+    )

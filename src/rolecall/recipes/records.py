@@ -1,7 +1,11 @@
-"""The record of a run: `rollouts/` and `updates/`, a file each per step, the newest and every 50th kept."""
+"""The record of a run: `rollouts/` and `updates/`, a file each per step, the newest and every 50th kept.
+
+What was sampled goes to disk in a thread while the step trains on it, and is there before the step ends.
+"""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rolecall.config.rl import RLOptions
-from rolecall.experience.store import RolloutDetails, write_rollouts
+from rolecall.experience.store import RolloutDetails, rollouts_file
 from rolecall.experience.updates import UpdateRow, update_rows, write_updates
 from rolecall.files import DiskError, plain
 from rolecall.maths.losses import ratio
@@ -48,37 +52,48 @@ class Records:
         self._spelt = None if pieces is None else _Spelt(pieces)
         self.rule = TrainRule(stop=options.algorithm.train_stop)
         self._lost = 0
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="records")
+        self._writing: Future[None] | None = None
 
     def rolled_out(self, rollout: Rollout) -> None:
-        """Write what was sampled and what was computed from it."""
-        self._write(self.run.rollouts, rollout.step + 1, self.options.save.rollouts, self._rollouts, rollout)
+        """Write what was sampled and what was computed from it; goes on aside until `updated`."""
+        self._finish()
+        step, last = rollout.step + 1, self.options.save.rollouts
+        if path := _path(self.run.rollouts, step, last):
+            self._writing = self._aside.submit(self._write, step, last, path, self._rollouts(path, rollout))
 
     def updated(self, rollout: Rollout, steps: Sequence[MiniStep]) -> None:
         """Write what every optimiser step did with every token."""
-        self._write(self.run.updates, rollout.step + 1, self.options.save.updates, self._updates, rollout, steps)
+        self._finish()
+        step, last = rollout.step + 1, self.options.save.updates
+        if path := _path(self.run.updates, step, last):
+            self._write(step, last, path, lambda: write_updates(path, self._updates(rollout, steps)))
 
     def metrics(self) -> dict[str, float]:
         """`records_lost`: files that found no room so far."""
         return {"records_lost": float(self._lost)}
 
-    def _write(self, folder: Path, step: int, last: int, write: Callable[..., None], *what: Any) -> None:
-        """Write a step's file if it will stay, then remove those whose time is over."""
-        if not last and step % KEPT_EVERY:
-            return
-        path = folder / f"step-{step:06d}.parquet"
+    def _finish(self) -> None:
+        """Wait for what is being written aside; its error is raised here."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _write(self, step: int, last: int, path: Path, write: Callable[[], None]) -> None:
+        """Write a step's file, then remove those whose time is over."""
         try:
-            write(path, *what)
+            write()
         except DiskError as error:
             self._lost += 1
             _log.warning("the record of step %d was not written, the run goes on: %s", step, error)
             return
         if last:
             try:
-                self.run.thin(folder, last=last, every=KEPT_EVERY)
+                self.run.thin(path.parent, last=last, every=KEPT_EVERY)
             except OSError as error:
-                _log.warning("old records in %s could not be removed, the run goes on: %s", folder, error)
+                _log.warning("old records in %s could not be removed, the run goes on: %s", path.parent, error)
 
-    def _rollouts(self, path: Path, rollout: Rollout) -> None:
+    def _rollouts(self, path: Path, rollout: Rollout) -> Callable[[], None]:
         details = [
             RolloutDetails(
                 prompt_text=prompt,
@@ -106,7 +121,7 @@ class Records:
             ref_logprobs=_only(eligible, batch.ref_logprobs),
             values=_only(eligible, batch.values),
         )
-        write_rollouts(
+        return rollouts_file(
             path,
             rollout.trajectories,
             batch,
@@ -116,7 +131,7 @@ class Records:
             tokenizer=self.tokenizer,
         )
 
-    def _updates(self, path: Path, rollout: Rollout, steps: Sequence[MiniStep]) -> None:
+    def _updates(self, rollout: Rollout, steps: Sequence[MiniStep]) -> list[UpdateRow]:
         rows: list[UpdateRow] = _observed(rollout)
         places, trajectories = rollout.trained_places, rollout.trained_trajectories
         for mini in steps:
@@ -141,7 +156,12 @@ class Records:
                 ratio=_only(mask, ratio(logprobs, old, mask)),
                 weights=batch.weights,
             )
-        write_updates(path, rows)
+        return rows
+
+
+def _path(folder: Path, step: int, last: int) -> Path | None:
+    """Where a step's file goes; None if it would not stay."""
+    return folder / f"step-{step:06d}.parquet" if last or step % KEPT_EVERY == 0 else None
 
 
 class _Spelt(dict[int, bytes]):

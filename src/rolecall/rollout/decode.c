@@ -1,12 +1,116 @@
 /* One decoding step's small pieces, each fused into one pass: what torch does in many calls over tiny tensors.
  *
- * Compiled at first use by policy/compiled.py for the machine it runs on; llama.py and sampler.py hold the same maths in torch.
- * Everything is computed in float, whatever the storage type. Work is split over rows and heads in a fixed order, so the
- * same input gives the same bits.
+ * Compiled at first use by policy/compiled.py for the machine it runs on; llama.py and sampler.py hold the same maths
+ * in torch. Everything is computed in float, whatever the storage type. Work is split over rows and heads in a fixed
+ * order, so the same input gives the same bits.
  */
 #include <math.h>
 
 #include "storage.h"
+
+#define HEADS 4 /* queries that go over the keys together */
+
+/* score [m, n] = q [m, width] keys^T, and sum [m, width] = score values; keys, values [n, width]. */
+#define LOOK(T, get)                                                                                                   \
+    static void plain_scores_##T(const float *q, const T *keys, int64_t n, int64_t m, int64_t width, float *score) {   \
+        for (int64_t i = 0; i < m; i++)                                                                                \
+            for (int64_t t = 0; t < n; t++) {                                                                          \
+                float dot = 0;                                                                                         \
+                for (int64_t d = 0; d < width; d++) dot += q[i * width + d] * get(keys + t * width + d);               \
+                score[i * n + t] = dot;                                                                                \
+            }                                                                                                          \
+    }                                                                                                                  \
+                                                                                                                       \
+    static void plain_mix_##T(const float *score, const T *values, int64_t n, int64_t m, int64_t width, float *sum) {  \
+        memset(sum, 0, m * width * sizeof(float));                                                                     \
+        for (int64_t i = 0; i < m; i++)                                                                                \
+            for (int64_t t = 0; t < n; t++)                                                                            \
+                for (int64_t d = 0; d < width; d++)                                                                    \
+                    sum[i * width + d] += score[i * n + t] * get(values + t * width + d);                              \
+    }
+LOOK(f32, get_f32)
+LOOK(bf16, get_bf16)
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+
+static inline __m512 vector_f32(const f32 *p) { return _mm512_loadu_ps(p); }
+
+static inline __m512 vector_bf16(const bf16 *p) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+/* The same with a key or value in registers: m and the number of its vectors are known to the compiler. What will be
+ * read next is fetched meanwhile, from `ahead` on. */
+#define REGISTERS(T)                                                                                                   \
+    static inline __attribute__((always_inline)) void held_scores_##T(                                                 \
+        const float *q, const T *keys, int64_t n, const int m, const int vectors, float *score, const T *ahead) {      \
+        for (int64_t t = 0; t < n; t++) {                                                                              \
+            __m512 key[8];                                                                                             \
+            for (int v = 0; v < vectors; v++) key[v] = vector_##T(keys + (t * vectors + v) * 16);                      \
+            for (int v = 0; v < vectors; v += 64 / (16 * sizeof(T)))                                                   \
+                _mm_prefetch((const char *)(ahead + (t * vectors + v) * 16), _MM_HINT_T0);                             \
+            for (int i = 0; i < m; i++) {                                                                              \
+                __m512 dot = _mm512_mul_ps(_mm512_loadu_ps(q + i * vectors * 16), key[0]);                             \
+                for (int v = 1; v < vectors; v++)                                                                      \
+                    dot = _mm512_fmadd_ps(_mm512_loadu_ps(q + (i * vectors + v) * 16), key[v], dot);                   \
+                score[i * n + t] = _mm512_reduce_add_ps(dot);                                                          \
+            }                                                                                                          \
+        }                                                                                                              \
+    }                                                                                                                  \
+                                                                                                                       \
+    static inline __attribute__((always_inline)) void held_mix_##T(                                                    \
+        const float *score, const T *values, int64_t n, const int m, const int vectors, float *sum, const T *ahead) {  \
+        __m512 sums[HEADS][8];                                                                                         \
+        for (int i = 0; i < m; i++)                                                                                    \
+            for (int v = 0; v < vectors; v++) sums[i][v] = _mm512_setzero_ps();                                        \
+        for (int64_t t = 0; t < n; t++)                                                                                \
+            for (int v = 0; v < vectors; v++) {                                                                        \
+                if (v % (64 / (16 * sizeof(T))) == 0)                                                                  \
+                    _mm_prefetch((const char *)(ahead + (t * vectors + v) * 16), _MM_HINT_T0);                         \
+                __m512 value = vector_##T(values + (t * vectors + v) * 16);                                            \
+                for (int i = 0; i < m; i++)                                                                            \
+                    sums[i][v] = _mm512_fmadd_ps(_mm512_set1_ps(score[i * n + t]), value, sums[i][v]);                 \
+            }                                                                                                          \
+        for (int i = 0; i < m; i++)                                                                                    \
+            for (int v = 0; v < vectors; v++) _mm512_storeu_ps(sum + (i * vectors + v) * 16, sums[i][v]);              \
+    }                                                                                                                  \
+                                                                                                                       \
+    static void scores_##T(const float *q, const T *keys, int64_t n, int64_t m, int64_t width, float *score,           \
+                           const T *ahead) {                                                                           \
+        SIZES(held_scores_##T, plain_scores_##T, q, keys, score)                                                       \
+    }                                                                                                                  \
+                                                                                                                       \
+    static void mix_##T(const float *score, const T *values, int64_t n, int64_t m, int64_t width, float *sum,          \
+                        const T *ahead) {                                                                              \
+        SIZES(held_mix_##T, plain_mix_##T, score, values, sum)                                                         \
+    }
+
+#define SIZES(held, plain, a, b, c)                                                                                    \
+    switch (m * 1000 + width) {                                                                                        \
+    case 1032: held(a, b, n, 1, 2, c, ahead); break;                                                                   \
+    case 2032: held(a, b, n, 2, 2, c, ahead); break;                                                                   \
+    case 3032: held(a, b, n, 3, 2, c, ahead); break;                                                                   \
+    case 4032: held(a, b, n, 4, 2, c, ahead); break;                                                                   \
+    case 1064: held(a, b, n, 1, 4, c, ahead); break;                                                                   \
+    case 2064: held(a, b, n, 2, 4, c, ahead); break;                                                                   \
+    case 3064: held(a, b, n, 3, 4, c, ahead); break;                                                                   \
+    case 4064: held(a, b, n, 4, 4, c, ahead); break;                                                                   \
+    case 1128: held(a, b, n, 1, 8, c, ahead); break;                                                                   \
+    case 2128: held(a, b, n, 2, 8, c, ahead); break;                                                                   \
+    case 3128: held(a, b, n, 3, 8, c, ahead); break;                                                                   \
+    case 4128: held(a, b, n, 4, 8, c, ahead); break;                                                                   \
+    default: plain(a, b, n, m, width, c);                                                                              \
+    }
+REGISTERS(f32)
+REGISTERS(bf16)
+#else
+#define scores_f32 plain_scores_f32
+#define scores_bf16 plain_scores_bf16
+#define mix_f32 plain_mix_f32
+#define mix_bf16 plain_mix_bf16
+#endif
 
 #define KERNELS(T, get, put)                                                                                           \
     /* Rotate queries and keys, store the new key and value, attend over the row's tokens.                             \
@@ -30,33 +134,28 @@
                     put(k + (n - 1) * width + half + d, b * c[d] + a * s[d]);                                          \
                 }                                                                                                      \
                 memcpy(v + (n - 1) * width, row + (heads + kv + h) * width, width * sizeof(T));                        \
-                float q[width], score[n], sum[width];                                                                  \
-                for (int64_t g = 0; g < group; g++) {                                                                  \
-                    const T *query = row + (h * group + g) * width;                                                    \
-                    for (int64_t d = 0; d < half; d++) {                                                               \
-                        float a = get(query + d), b = get(query + half + d);                                           \
-                        q[d] = (a * c[d] - b * s[d]) * scale;                                                          \
-                        q[half + d] = (b * c[d] + a * s[d]) * scale;                                                   \
+                float q[HEADS * width], score[HEADS * n], sum[HEADS * width];                                          \
+                for (int64_t g = 0; g < group; g += HEADS) {                                                           \
+                    int64_t m = group - g < HEADS ? group - g : HEADS;                                                 \
+                    for (int64_t i = 0; i < m; i++) {                                                                  \
+                        const T *query = row + (h * group + g + i) * width;                                            \
+                        for (int64_t d = 0; d < half; d++) {                                                           \
+                            float a = get(query + d), b = get(query + half + d);                                       \
+                            q[i * width + d] = (a * c[d] - b * s[d]) * scale;                                          \
+                            q[i * width + half + d] = (b * c[d] + a * s[d]) * scale;                                   \
+                        }                                                                                              \
                     }                                                                                                  \
-                    float top = -INFINITY, total = 0;                                                                  \
-                    for (int64_t t = 0; t < n; t++) {                                                                  \
-                        const T *key = k + t * width;                                                                  \
-                        float dot = 0;                                                                                 \
-                        for (int64_t d = 0; d < width; d++) dot += q[d] * get(key + d);                                \
-                        score[t] = dot;                                                                                \
-                        top = dot > top ? dot : top;                                                                   \
+                    scores_##T(q, k, n, m, width, score, v);                                                           \
+                    for (int64_t i = 0; i < m; i++) {                                                                  \
+                        float *mine = score + i * n, top = -INFINITY, total = 0;                                       \
+                        for (int64_t t = 0; t < n; t++) top = mine[t] > top ? mine[t] : top;                           \
+                        for (int64_t t = 0; t < n; t++) mine[t] = expf(mine[t] - top);                                 \
+                        for (int64_t t = 0; t < n; t++) total += mine[t];                                              \
+                        for (int64_t t = 0; t < n; t++) mine[t] *= 1 / total;                                          \
                     }                                                                                                  \
-                    for (int64_t t = 0; t < n; t++) {                                                                  \
-                        score[t] = expf(score[t] - top);                                                               \
-                        total += score[t];                                                                             \
-                    }                                                                                                  \
-                    for (int64_t d = 0; d < width; d++) sum[d] = 0;                                                    \
-                    for (int64_t t = 0; t < n; t++) {                                                                  \
-                        const T *value = v + t * width;                                                                \
-                        for (int64_t d = 0; d < width; d++) sum[d] += score[t] * get(value + d);                       \
-                    }                                                                                                  \
+                    mix_##T(score, v, n, m, width, sum, k + room * width);                                             \
                     T *result = out + (r * heads + h * group + g) * width;                                             \
-                    for (int64_t d = 0; d < width; d++) put(result + d, sum[d] / total);                               \
+                    for (int64_t d = 0; d < m * width; d++) put(result + d, sum[d]);                                   \
                 }                                                                                                      \
             }                                                                                                          \
     }                                                                                                                  \
@@ -77,7 +176,7 @@
     }                                                                                                                  \
                                                                                                                        \
     /* out = silu(gate) * up from gate_up [rows, 2 width]. */                                                          \
-    void gated_##T(const T *gate_up, T *out, int64_t rows, int64_t width, int threads) {                               \
+    void gated_##T(const T *restrict gate_up, T *restrict out, int64_t rows, int64_t width, int threads) {             \
         _Pragma("omp parallel for schedule(static) num_threads(threads)")                                              \
         for (int64_t r = 0; r < rows; r++)                                                                             \
             for (int64_t d = 0; d < width; d++) {                                                                      \

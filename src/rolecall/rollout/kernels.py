@@ -13,7 +13,7 @@ _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class Kernels:
-    """The compiled functions for one storage type. Tensors must be contiguous and on the CPU."""
+    """The compiled functions for one storage type. Tensors must be contiguous and on the CPU; `out` is returned."""
 
     def __init__(self, functions: ctypes.CDLL, dtype: torch.dtype) -> None:
         name = _NAMES[dtype]
@@ -22,11 +22,11 @@ class Kernels:
         )
 
     def attend(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, *, heads: int
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, *, out: Tensor
     ) -> Tensor:
-        """Rotate, store the new key and value of each row in its slot, attend. Returns [rows, heads x width]."""
+        """Rotate, store the new key and value of each row in its slot, attend. `out` is [rows, heads x width]."""
         rows, (_, kv, room, width) = len(qkv), keys.shape
-        out = torch.empty(rows, heads * width, dtype=qkv.dtype)
+        heads = out.shape[1] // width
         self._attend(
             *(pointer(t) for t in (qkv, cos, sin, keys, values, lengths, out)),
             *(ctypes.c_int64(n) for n in (rows, heads, kv, width, room)),
@@ -35,9 +35,8 @@ class Kernels:
         )
         return out
 
-    def add_norm(self, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """Add to x in place, and return it normed."""
-        out = torch.empty_like(x)
+    def add_norm(self, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, *, out: Tensor) -> Tensor:
+        """Add to x in place, and norm it into `out`."""
         self._add_norm(
             pointer(x),
             None if added is None else pointer(added),
@@ -50,10 +49,9 @@ class Kernels:
         )
         return out
 
-    def gated(self, gate_up: Tensor) -> Tensor:
+    def gated(self, gate_up: Tensor, *, out: Tensor) -> Tensor:
         """silu(gate) * up."""
-        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty(rows, width, dtype=gate_up.dtype)
+        rows, width = out.shape
         self._gated(
             pointer(gate_up), pointer(out), ctypes.c_int64(rows), ctypes.c_int64(width), torch.get_num_threads()
         )

@@ -19,34 +19,7 @@ from torch import Tensor
 from rolecall.policy.families import unsupported
 from rolecall.rollout.engine import check_weights, weights_hash
 from rolecall.rollout.kernels import Kernels, kernels_for
-
-
-class Linear:
-    """y = x W^T + b, with W packed for oneDNN where this build of torch has the (private) operators for it."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.bias = bias
-        self.out_features = weight.shape[0]
-        self.weight: Tensor | None = weight
-        self.packed = _pack(weight)
-        if self.packed is not None:
-            self.weight = None  # the packed copy is all that is needed
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.weight is not None:
-            return F.linear(x, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-
-
-def _pack(weight: Tensor) -> Tensor | None:
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
-        return None
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        return None
-    try:
-        return torch.ops.mkldnn._reorder_linear_weight(weight, 32)
-    except RuntimeError:  # this CPU has no kernel for the dtype
-        return None
+from rolecall.rollout.linear import Linear
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +77,7 @@ class LlamaDecoder:
         self._rotary_scale: float = rotary.attention_scaling
         self._table = torch.zeros(2, 0, self.head_dim // 2)
         self.layers: list[Layer] = []
+        self._rooms: dict[str | int, Tensor] = {}
         self.kernels = kernels_for(dtype)
 
     def load(self, weights: Mapping[str, Tensor]) -> str:
@@ -152,13 +126,15 @@ class LlamaDecoder:
         return 2 * self.layer_count * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     def logits(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
-        """Raw logits."""
-        return self.head(hidden)
+        """Raw logits, valid until they are asked for again."""
+        return self.head(hidden, self._room("logits", len(hidden), self.vocabulary))
 
     def step(
         self, tokens: Int[Tensor, "rows"], lengths: Int[Tensor, "rows"], cache: KVCache
     ) -> Float[Tensor, "rows width"]:
-        """Feed one token to each of the first rows of the cache, `lengths` tokens long so far; hidden states after it."""
+        """Feed one token to each of the first rows of the cache, `lengths` tokens long so far; hidden states after it,
+        valid until the next step.
+        """
         if self.kernels is not None:
             return self._step_compiled(tokens, lengths, cache, self.kernels)
         rows, reach = len(tokens), int(lengths.max()) + 1
@@ -185,20 +161,32 @@ class LlamaDecoder:
         return self._run(self.embedding[tokens][:, None], cos[:, None], sin[:, None], attend).squeeze(1)
 
     def _step_compiled(self, tokens: Tensor, lengths: Tensor, cache: KVCache, kernels: Kernels) -> Tensor:
-        """`step` with everything between the matrix products in compiled code."""
+        """`step` with everything between the matrix products in compiled code, without allocating in the loop."""
         cos, sin = (x.float().contiguous() for x in self._rotation(lengths))
         x = self.embedding[tokens]
-        normed = kernels.add_norm(x, None, self.layers[0].input_norm, self.eps)
+        rows, width, middle = *x.shape, self.layers[0].down.in_features
+        room = {n: self._room(n, rows, n) for n in {self.layers[0].qkv.out_features, 2 * middle}}
+        mixed, gated = self._room("mixed", rows, self.heads * self.head_dim), self._room("gated", rows, middle)
+        normed, added = self._room("normed", rows, width), self._room("added", rows, width)
+        kernels.add_norm(x, None, self.layers[0].input_norm, self.eps, out=normed)
         for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(normed)
+            qkv = layer.qkv(normed, room[layer.qkv.out_features])
             if layer.query_norm is not None and layer.key_norm is not None:
                 qkv = self._with_normed_heads(qkv, layer.query_norm, layer.key_norm)
             keys, values = cache.data[i, 0], cache.data[i, 1]
-            mixed = kernels.attend(qkv, cos, sin, keys, values, lengths, heads=self.heads)
-            normed = kernels.add_norm(x, layer.out(mixed), layer.post_norm, self.eps)
+            kernels.attend(qkv, cos, sin, keys, values, lengths, out=mixed)
+            kernels.add_norm(x, layer.out(mixed, added), layer.post_norm, self.eps, out=normed)
+            kernels.gated(layer.gate_up(normed, room[2 * middle]), out=gated)
             after = self.layers[i + 1].input_norm if i + 1 < self.layer_count else self.norm
-            normed = kernels.add_norm(x, layer.down(kernels.gated(layer.gate_up(normed))), after, self.eps)
+            kernels.add_norm(x, layer.down(gated, added), after, self.eps, out=normed)
         return normed
+
+    def _room(self, name: str | int, rows: int, width: int) -> Tensor:
+        """[rows, width] that is written to again and again: fresh memory costs more than what is done with it."""
+        held = self._rooms.get(name)
+        if held is None or len(held) < rows:
+            held = self._rooms[name] = torch.empty(rows, width, dtype=self.dtype)
+        return held[:rows]
 
     def _with_normed_heads(self, qkv: Tensor, query_norm: Tensor, key_norm: Tensor) -> Tensor:
         """qkv [rows, ...] with queries and keys normed per head (Qwen3)."""

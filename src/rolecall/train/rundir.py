@@ -196,12 +196,13 @@ def _check_room(path: Path, need_bytes: int) -> None:
 
 
 def _clear(path: Path) -> None:
-    _log.warning("overwriting the run in %s", path)
-    for name in _LAYOUT:
-        entry = path / name
+    held = [path / name for name in _LAYOUT if os.path.lexists(path / name)]
+    if held:
+        _log.warning("overwriting the run in %s", path)
+    for entry in held:
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
-        elif os.path.lexists(entry):
+        else:
             entry.unlink()
 
 

@@ -1,0 +1,186 @@
+/* Attention on flat tokens, forward and backward: attend_ops.py holds the same maths in torch.
+ *
+ * Tokens lie in segments, segments in groups. The first segment of a group is its prefix, which may be empty; a token
+ * looks at its group's prefix and at its own segment up to itself. qkv [n, (heads + 2 kv_heads) width] holds queries,
+ * keys and values side by side; out [n, heads width]; logsums [n, heads].
+ *
+ * One thread does one group's share of one key head, so nothing is shared, and the same input gives the same bits
+ * whatever the number of threads. Everything is computed in float.
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#include "storage.h"
+
+#define ROWS 6           /* rows of a product that stay in registers */
+#define BLOCK (4 * ROWS) /* queries that are worked on together */
+#ifdef __AVX512F__
+#define LANES 16
+#define VECTORS 4
+#else
+#define LANES 8
+#define VECTORS 2
+#endif
+typedef float vector __attribute__((vector_size(4 * LANES), aligned(4)));
+
+/* m rows and `v` vectors of c (+)= a b: a(i, k) = a[i * rs + k * cs], b [inner, ldb], c [m, ldc]. */
+static inline __attribute__((always_inline)) void tile(const int m, const int v, const float *restrict a, int64_t rs,
+                                                       int64_t cs, const float *restrict b, int64_t ldb,
+                                                       float *restrict c, int64_t ldc, int64_t inner, int add) {
+    vector sums[ROWS][VECTORS];
+    for (int i = 0; i < m; i++)
+        for (int j = 0; j < v; j++) sums[i][j] = add ? *(vector *)(c + i * ldc + j * LANES) : (vector){0};
+    for (int64_t k = 0; k < inner; k++)
+        for (int i = 0; i < m; i++)
+            for (int j = 0; j < v; j++) sums[i][j] += a[i * rs + k * cs] * *(const vector *)(b + k * ldb + j * LANES);
+    for (int i = 0; i < m; i++)
+        for (int j = 0; j < v; j++) *(vector *)(c + i * ldc + j * LANES) = sums[i][j];
+}
+
+/* c [rows, columns] (+)= a b, with rows a multiple of ROWS and columns one of LANES. */
+static void product(const float *restrict a, int64_t rs, int64_t cs, const float *restrict b, int64_t ldb,
+                    float *restrict c, int64_t ldc, int64_t rows, int64_t columns, int64_t inner, int add) {
+    for (int64_t j = 0; j < columns;) {
+        int64_t left = (columns - j) / LANES, v = left >= VECTORS ? VECTORS : left >= 2 ? 2 : 1;
+        for (int64_t i = 0; i < rows; i += ROWS) {
+#define TILE(v) tile(ROWS, v, a + i * rs, rs, cs, b + j, ldb, c + i * ldc + j, ldc, inner, add)
+            v == VECTORS ? TILE(VECTORS) : v == 2 ? TILE(2) : TILE(1);
+        }
+        j += v * LANES;
+    }
+}
+
+static int64_t up_to(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+static int64_t longest(const int64_t *segments, int64_t first, int64_t last) {
+    int64_t most = 0;
+    for (int64_t s = first; s < last; s++)
+        if (segments[s + 1] - segments[s] > most) most = segments[s + 1] - segments[s];
+    return most;
+}
+
+#define ATTENTION(T, get, put)                                                                                         \
+    static void rows_##T(const T *from, int64_t stride, int64_t count, int64_t width, float scale, float *to,          \
+                         int64_t ld) { /* [count, width] */                                                            \
+        for (int64_t t = 0; t < count; t++)                                                                            \
+            for (int64_t d = 0; d < width; d++) to[t * ld + d] = scale * get(from + t * stride + d);                   \
+    }                                                                                                                  \
+                                                                                                                       \
+    static void columns_##T(const T *from, int64_t stride, int64_t count, int64_t width, float *to, int64_t ld) {      \
+        for (int64_t t = 0; t < count; t++) /* [width, count] */                                                       \
+            for (int64_t d = 0; d < width; d++) to[d * ld + t] = get(from + t * stride + d);                           \
+    }                                                                                                                  \
+                                                                                                                       \
+    void attend_##T(const T *qkv, T *out, float *logsums, const int64_t *segments, const int64_t *groups,              \
+                    int64_t count, int64_t heads, int64_t kv_heads, int64_t width, float scale, int threads) {         \
+        int64_t stride = (heads + 2 * kv_heads) * width, ratio = heads / kv_heads, wide = up_to(width, LANES);         \
+        _Pragma("omp parallel for collapse(2) schedule(dynamic) num_threads(threads)")                                 \
+        for (int64_t g = 0; g < count; g++)                                                                            \
+            for (int64_t h = 0; h < kv_heads; h++) {                                                                   \
+                int64_t first = groups[g], last = groups[g + 1], prefix = segments[first + 1] - segments[first];       \
+                int64_t room = up_to(prefix + longest(segments, first, last) + ROWS, LANES);                           \
+                float *memory = calloc(room * (width + wide) + BLOCK * (room + 2 * wide), sizeof(float));              \
+                float *keys = memory, *values = keys + width * room, *scores = values + room * wide;                   \
+                float *q = scores + BLOCK * room, *sums = q + BLOCK * wide;                                            \
+                for (int64_t s = first; s < last; s++) {                                                               \
+                    int64_t begin = segments[s], length = segments[s + 1] - begin, base = s == first ? 0 : prefix;     \
+                    const T *own = qkv + begin * stride + (heads + h) * width;                                         \
+                    columns_##T(own, stride, length, width, keys + base, room);                                        \
+                    rows_##T(own + kv_heads * width, stride, length, width, 1, values + base * wide, wide);            \
+                    for (int64_t head = h * ratio; head < (h + 1) * ratio; head++)                                     \
+                        for (int64_t at = 0; at < length; at += BLOCK) {                                               \
+                            int64_t here = length - at < BLOCK ? length - at : BLOCK, seen = base + at + here;         \
+                            int64_t rows = up_to(here, ROWS), columns = up_to(seen, LANES);                            \
+                            rows_##T(qkv + (begin + at) * stride + head * width, stride, here, width, scale, q, wide); \
+                            product(q, wide, 1, keys, room, scores, room, rows, columns, width, 0);                    \
+                            for (int64_t i = 0; i < here; i++) {                                                       \
+                                float *row = scores + i * room, most = row[0], sum = 0;                                \
+                                for (int64_t k = base + at + i + 1; k < columns; k++) row[k] = -INFINITY;              \
+                                for (int64_t k = 1; k < columns; k++) most = row[k] > most ? row[k] : most;            \
+                                for (int64_t k = 0; k < columns; k++) row[k] = expf(row[k] - most);                    \
+                                for (int64_t k = 0; k < columns; k++) sum += row[k];                                   \
+                                for (int64_t k = 0; k < columns; k++) row[k] *= 1 / sum;                               \
+                                logsums[(begin + at + i) * heads + head] = most + logf(sum);                           \
+                            }                                                                                          \
+                            product(scores, room, 1, values, wide, sums, wide, rows, wide, seen, 0);                   \
+                            for (int64_t i = 0; i < here; i++)                                                         \
+                                for (int64_t d = 0; d < width; d++)                                                    \
+                                    put(out + ((begin + at + i) * heads + head) * width + d, sums[i * wide + d]);      \
+                        }                                                                                              \
+                }                                                                                                      \
+                free(memory);                                                                                          \
+            }                                                                                                          \
+    }                                                                                                                  \
+                                                                                                                       \
+    /* dqkv from dout, with logsums as the forward made them. */                                                       \
+    void attend_back_##T(const T *qkv, const float *logsums, const T *dout, T *dqkv, const int64_t *segments,          \
+                         const int64_t *groups, int64_t count, int64_t heads, int64_t kv_heads, int64_t width,         \
+                         float scale, int threads) {                                                                   \
+        int64_t stride = (heads + 2 * kv_heads) * width, ratio = heads / kv_heads, wide = up_to(width, LANES);         \
+        _Pragma("omp parallel for collapse(2) schedule(dynamic) num_threads(threads)")                                 \
+        for (int64_t g = 0; g < count; g++)                                                                            \
+            for (int64_t h = 0; h < kv_heads; h++) {                                                                   \
+                int64_t first = groups[g], last = groups[g + 1], prefix = segments[first + 1] - segments[first];       \
+                int64_t room = up_to(prefix + longest(segments, first, last) + ROWS, LANES);                           \
+                float *memory =                                                                                        \
+                    calloc(room * (2 * width + 3 * wide) + BLOCK * (2 * room + 3 * wide), sizeof(float));              \
+                float *keys = memory, *values = keys + width * room, *key_rows = values + width * room;                \
+                float *dkeys = key_rows + room * wide, *dvalues = dkeys + room * wide;                                 \
+                float *scores = dvalues + room * wide, *dscores = scores + BLOCK * room;                               \
+                float *q = dscores + BLOCK * room, *up = q + BLOCK * wide, *dq = up + BLOCK * wide;                    \
+                for (int64_t s = first; s < last; s++) {                                                               \
+                    int64_t begin = segments[s], length = segments[s + 1] - begin, base = s == first ? 0 : prefix;     \
+                    const T *own = qkv + begin * stride + (heads + h) * width;                                         \
+                    columns_##T(own, stride, length, width, keys + base, room);                                        \
+                    rows_##T(own, stride, length, width, 1, key_rows + base * wide, wide);                             \
+                    columns_##T(own + kv_heads * width, stride, length, width, values + base, room);                   \
+                    memset(dkeys + base * wide, 0, length * wide * sizeof(float));                                     \
+                    memset(dvalues + base * wide, 0, length * wide * sizeof(float));                                   \
+                    for (int64_t head = h * ratio; head < (h + 1) * ratio; head++)                                     \
+                        for (int64_t at = 0; at < length; at += BLOCK) {                                               \
+                            int64_t here = length - at < BLOCK ? length - at : BLOCK, seen = base + at + here;         \
+                            int64_t rows = up_to(here, ROWS), columns = up_to(seen, LANES), beyond = up_to(seen, ROWS);\
+                            rows_##T(qkv + (begin + at) * stride + head * width, stride, here, width, scale, q, wide); \
+                            rows_##T(dout + ((begin + at) * heads + head) * width, heads * width, here, width, 1, up,  \
+                                     wide);                                                                            \
+                            product(q, wide, 1, keys, room, scores, room, rows, columns, width, 0);                    \
+                            product(up, wide, 1, values, room, dscores, room, rows, columns, width, 0);                \
+                            for (int64_t i = 0; i < here; i++) {                                                       \
+                                float *row = scores + i * room, *drow = dscores + i * room, both = 0;                  \
+                                float logsum = logsums[(begin + at + i) * heads + head];                               \
+                                for (int64_t k = base + at + i + 1; k < columns; k++) row[k] = -INFINITY;              \
+                                for (int64_t k = 0; k < columns; k++) row[k] = expf(row[k] - logsum);                  \
+                                for (int64_t k = 0; k < columns; k++) both += row[k] * drow[k];                        \
+                                for (int64_t k = 0; k < columns; k++) drow[k] = row[k] * (drow[k] - both);             \
+                                for (int64_t k = columns; k < beyond; k++) row[k] = drow[k] = 0;                       \
+                            }                                                                                          \
+                            product(scores, 1, room, up, wide, dvalues, wide, beyond, wide, here, 1);                  \
+                            product(dscores, 1, room, q, wide, dkeys, wide, beyond, wide, here, 1);                    \
+                            product(dscores, room, 1, key_rows, wide, dq, wide, rows, wide, seen, 0);                  \
+                            for (int64_t i = 0; i < here; i++)                                                         \
+                                for (int64_t d = 0; d < width; d++)                                                    \
+                                    put(dqkv + (begin + at + i) * stride + head * width + d, scale * dq[i * wide + d]);\
+                        }                                                                                              \
+                    if (s > first) {                                                                                   \
+                        back_##T(dqkv, dkeys + base * wide, begin, length, stride, (heads + h) * width, width, wide);  \
+                        back_##T(dqkv, dvalues + base * wide, begin, length, stride, (heads + kv_heads + h) * width,   \
+                                 width, wide);                                                                         \
+                    }                                                                                                  \
+                }                                                                                                      \
+                back_##T(dqkv, dkeys, segments[first], prefix, stride, (heads + h) * width, width, wide);              \
+                back_##T(dqkv, dvalues, segments[first], prefix, stride, (heads + kv_heads + h) * width, width, wide); \
+                free(memory);                                                                                          \
+            }                                                                                                          \
+    }
+
+#define BACK(T, put)                                                                                                   \
+    static void back_##T(T *to, const float *from, int64_t begin, int64_t count, int64_t stride, int64_t offset,       \
+                         int64_t width, int64_t ld) {                                                                  \
+        for (int64_t t = 0; t < count; t++)                                                                            \
+            for (int64_t d = 0; d < width; d++) put(to + (begin + t) * stride + offset + d, from[t * ld + d]);         \
+    }
+
+BACK(f32, put_f32)
+BACK(bf16, put_bf16)
+ATTENTION(f32, get_f32, put_f32)
+ATTENTION(bf16, get_bf16, put_bf16)

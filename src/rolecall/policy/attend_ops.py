@@ -1,0 +1,226 @@
+"""Attention on flat tokens, with its gradient: compiled where there is a compiler, else in torch on padded rectangles.
+
+Tokens lie in segments, segments in groups. The first segment of a group is its prefix, which may be empty; a token looks
+at its group's prefix and at its own segment up to itself.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from rolecall.policy.compiled import library, pointer, wanted
+
+_SOURCE = Path(__file__).with_name("attend.c")
+_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """How the flat tokens of a batch belong together."""
+
+    starts: Tensor
+    """[segments + 1] the first token of each segment, and the number of tokens."""
+    groups: Tensor
+    """[groups + 1] the first segment of each group, and the number of segments."""
+
+    @cached_property
+    def rectangles(self) -> "Rectangles":
+        """For attention in torch."""
+        return _rectangles(self.starts.numpy(), self.groups.numpy())
+
+
+def attend(qkv: Tensor, segments: Segments, *, heads: int, kv_heads: int) -> Tensor:
+    """[n, heads x width] what each token gathers from those it may look at.
+
+    `qkv` [n, (heads + 2 kv_heads) x width] holds its queries, keys and values side by side.
+    """
+    fits = qkv.device.type == "cpu" and qkv.dtype in _NAMES and wanted()
+    kernels = library(_SOURCE) if fits else None
+    if kernels is None:
+        return _attend(qkv, segments.rectangles, heads, kv_heads)
+    mixed: Tensor = Attend.apply(qkv, segments, heads, kv_heads, kernels)
+    return mixed
+
+
+class Attend(Function):
+    """The compiled one. Keeps what goes in and the logarithm of each softmax's sum."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, segments: Segments, heads: int, kv_heads: int, kernels: ctypes.CDLL) -> Tensor:
+        qkv = qkv.contiguous()
+        width = qkv.shape[1] // (heads + 2 * kv_heads)
+        out, logsums = qkv.new_empty(len(qkv), heads * width), torch.empty(len(qkv), heads)
+        ctx.about = segments, (heads, kv_heads, width), kernels
+        _call("attend", (qkv, out, logsums), *ctx.about)
+        ctx.save_for_backward(qkv, logsums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        qkv, logsums = ctx.saved_tensors
+        dqkv = torch.empty_like(qkv)
+        _call("attend_back", (qkv, logsums, grad.contiguous(), dqkv), *ctx.about)
+        return dqkv, None, None, None, None
+
+
+def _call(
+    name: str, tensors: Sequence[Tensor], segments: Segments, sizes: tuple[int, int, int], kernels: ctypes.CDLL
+) -> None:
+    function = getattr(kernels, f"{name}_{_NAMES[tensors[0].dtype]}")
+    function(
+        *map(pointer, (*tensors, segments.starts, segments.groups)),
+        *map(ctypes.c_int64, (len(segments.groups) - 1, *sizes)),
+        ctypes.c_float(sizes[2] ** -0.5),
+        torch.get_num_threads(),
+    )
+
+
+# -- in torch --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rectangles:
+    """Where flat tokens lie in two rectangles, one of prefixes and one of branches, padded at the end of their rows.
+
+    Their places are numbered together, the prefixes' first; every flat token has one place.
+    """
+
+    prefixes: tuple[int, int]
+    """(rows, longest) of the rectangle of prefixes; longest is 0 if no rows share anything."""
+    branches: tuple[int, int]
+    """(rows, longest) of the rectangle of branches."""
+    take: Tensor
+    """[places] the flat token at each place; any at padding."""
+    put: Tensor
+    """[n] the place of each flat token."""
+    padding: Tensor
+    """The places that hold none."""
+    group_of: Tensor
+    """[branches] the prefix each branch goes on from."""
+    allowed: Tensor | None
+    """[branches, 1, longest, prefix + longest] what a branch's tokens may look at; None: itself only, causally."""
+
+
+def _rectangles(starts: np.ndarray, groups: np.ndarray) -> Rectangles:
+    segments = [np.arange(start, stop) for start, stop in pairwise(starts)]
+    prefixes = [segments[first] for first in groups[:-1]]
+    members = [(g, s) for g in range(len(groups) - 1) for s in range(groups[g] + 1, groups[g + 1])]
+    branches, group_of = [segments[s] for _, s in members], torch.tensor([g for g, _ in members])
+    places = np.concatenate([_padded(prefixes), _padded(branches)])
+    there = np.flatnonzero(places >= 0)
+    put = np.empty(starts[-1], dtype=np.int64)
+    put[places[there]] = there
+    longest, width = max(map(len, prefixes)), max(map(len, branches))
+    lengths = torch.tensor([len(prefixes[group]) for group, _ in members])
+    return Rectangles(
+        prefixes=(len(prefixes), longest),
+        branches=(len(branches), width),
+        take=torch.from_numpy(np.maximum(places, 0)),
+        put=torch.from_numpy(put),
+        padding=torch.from_numpy(np.flatnonzero(places < 0)),
+        group_of=group_of,
+        allowed=_allowed(lengths, width) if longest else None,
+    )
+
+
+def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """[rows x longest] the rows one after another, -1 behind the shorter ones."""
+    longest = max(map(len, rows))
+    return np.concatenate([np.pad(row, (0, longest - len(row)), constant_values=-1) for row in rows])
+
+
+def _allowed(prefix_lengths: Tensor, longest: int) -> Tensor:
+    """What a branch's token may look at."""
+    before = torch.arange(int(prefix_lengths.max()))[None, None, :] < prefix_lengths[:, None, None]
+    own = torch.ones(longest, longest, dtype=torch.bool).tril()
+    return torch.cat([before.expand(-1, longest, -1), own.expand(len(prefix_lengths), -1, -1)], dim=2)[:, None]
+
+
+def _attend(qkv: Tensor, at: Rectangles, heads: int, kv_heads: int) -> Tensor:
+    rows = _Pad.apply(qkv, at.take, at.put)
+    (groups, longest), (count, width) = at.prefixes, at.branches
+    first, rest = rows.split([groups * longest, count * width])
+    q, k, v = _heads(rest, count, heads, kv_heads)
+    if at.allowed is None:
+        mixed = _mixed(q, k, v, None)
+    else:
+        prefix_q, prefix_k, prefix_v = _heads(first, groups, heads, kv_heads)
+        k, v = (
+            torch.cat([_Spread.apply(before, at.group_of), own], dim=2)
+            for before, own in ((prefix_k, k), (prefix_v, v))
+        )
+        mixed = torch.cat([_mixed(prefix_q, prefix_k, prefix_v, None), _mixed(q, k, v, at.allowed)])
+    flat: Tensor = _Unpad.apply(mixed, at.take, at.put, at.padding)
+    return flat
+
+
+def _heads(rows: Tensor, count: int, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values [rows, heads, length, width]."""
+    length, width = len(rows) // count, rows.shape[1] // (heads + 2 * kv_heads)
+    return rows.view(count, length, -1, width).transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
+
+
+def _mixed(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
+    """Attention, causal if there is no mask; [rows x longest, heads x width]."""
+    repeats = q.shape[1] // k.shape[1]
+    if repeats > 1:
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, is_causal=allowed is None)
+    return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+class _Pad(Function):
+    """Rows of x in the order of `take`; every row is taken once, but for padding, whose gradient is dropped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, take: Tensor, put: Tensor) -> Tensor:
+        ctx.save_for_backward(put)
+        return x.index_select(0, take)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (put,) = ctx.saved_tensors
+        return grad.index_select(0, put), None, None
+
+
+class _Unpad(Function):
+    """The other way round: padding is left out, and gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, take: Tensor, put: Tensor, padding: Tensor) -> Tensor:
+        ctx.save_for_backward(take, padding)
+        return x.index_select(0, put)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        take, padding = ctx.saved_tensors
+        spread = grad.index_select(0, take)
+        spread[padding] = 0
+        return spread, None, None, None
+
+
+class _Spread(Function):
+    """Row g of x for every branch of group g; gradients are added up in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_of: Tensor) -> Tensor:
+        ctx.save_for_backward(group_of)
+        ctx.groups = len(x)
+        return x.index_select(0, group_of)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (group_of,) = ctx.saved_tensors
+        wide = torch.float32 if grad.dtype == torch.bfloat16 else grad.dtype
+        total = torch.zeros(ctx.groups, *grad.shape[1:], dtype=wide, device=grad.device)
+        return total.index_add_(0, group_of, grad.to(wide)).to(grad.dtype), None
