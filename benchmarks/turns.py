@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-BUSY = 1.2
-"""Load per thread from which a machine is busy."""
+BUSY = 0.3
+"""The share of the machine's time that others use from which it is busy."""
 _MARK = "@turn "
 ALLOCATOR = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
 """Debian's package libtcmalloc-minimal4. Every side gets it, where it is installed."""
@@ -29,11 +29,25 @@ def environment(threads: int = 2) -> dict[str, str]:
     Threads that spin while they wait are the faster ones on an idle machine and many times slower on a busy one.
     """
     chosen = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    if os.getloadavg()[0] > BUSY * threads:
+    if _used(0.5) > BUSY:
         chosen["OMP_WAIT_POLICY"] = "PASSIVE"
     if ALLOCATOR.exists():
         chosen["LD_PRELOAD"] = str(ALLOCATOR)
     return {**os.environ, **chosen, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+
+
+def _used(seconds: float) -> float:
+    """The share of the machine's time that is used while this program waits."""
+
+    def read() -> list[int]:
+        return [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+
+    if not Path("/proc/stat").exists():
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    before = read()
+    time.sleep(seconds)
+    spent = [b - a for a, b in zip(before, read(), strict=True)]
+    return 1 - (spent[3] + spent[4]) / max(1, sum(spent))
 
 
 def take_turn(**facts: Any) -> None:
