@@ -3,6 +3,7 @@
     python benchmarks/results_marl.py            all tasks; a run that is done is not run again, a broken one goes on
     python benchmarks/results_marl.py --quick    one seed
     python benchmarks/results_marl.py --page     only write the page from what is there
+    python benchmarks/results_marl.py --judge    judge the agents of finished runs again
     python benchmarks/results_marl.py --only climbing
 
 One process, one thread. Seeds go round: every task gets its first seed before any gets its second. The return of a run is
@@ -27,8 +28,6 @@ from rolecall.marl.nets import load_agents
 from rolecall.marl.runner import Runner
 
 SEEDS = 5
-FRESH = 256
-"""Episodes the final agents are judged by."""
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results-marl.md"
 CURVES = ROOT / "docs" / "marl-speaker-listener.svg"
@@ -48,8 +47,8 @@ class Task:
     """The return that counts as solved."""
     best: str
     """What there is to get."""
-    note: str = ""
-    """What else was tried."""
+    fresh: int = 256
+    """Episodes the final agents are judged by."""
     more: dict[str, Any] = field(default_factory=dict)
     """Settings in which the algorithms differ, by "q" or "ppo", and then by name."""
 
@@ -117,6 +116,7 @@ TASKS = (
     ),
     Task(
         title="LBF 8x8-2p-2f-coop",
+        fresh=2048,
         env="lbf:8x8-2p-2f-coop",
         algos=("mappo", "ippo", "vdn", "qmix"),
         settings={**LBF, "eval.stop_at": 0.975},
@@ -131,6 +131,7 @@ TASKS = (
     ),
     Task(
         title="LBF 8x8-2p-2f-2s-coop",
+        fresh=2048,
         env="lbf:8x8-2p-2f-2s-coop",
         algos=("mappo", "ippo"),
         settings={**LBF, **PPO_LBF, "steps": 400, "ppo.minibatches": 4, **REMEMBERS},
@@ -195,7 +196,7 @@ def played(task: Task, algo: str, seed: int, out: Path) -> None:
 def fresh(task: Task, out: Path, seed: int, *, temperature: float) -> dict[str, float]:
     """Mean return of fresh episodes when agents draw, do what they think best, or that but for 5 % random choices."""
     agents, _ = load_agents(out / "model")
-    envs = open_envs(task.env, FRESH)
+    envs = open_envs(task.env, task.fresh)
     runner = Runner(envs, rewards="team", seed=10_000 + seed)
     ways: tuple[How, ...] = ("sample", "greedy", "epsilon")
     found = {
@@ -204,6 +205,19 @@ def fresh(task: Task, out: Path, seed: int, *, temperature: float) -> dict[str, 
     }
     envs.close()
     return {how: float(episodes.returns().mean()) for how, episodes in found.items()}
+
+
+def judged_again(task: Task, algo: str, seed: int, out: Path) -> None:
+    """The same for a run that is finished."""
+    path = out / "result.json"
+    if path.is_file():
+        result = json.loads(path.read_text())
+        result |= fresh(task, out, seed, temperature=task.temperature(algo) or 1.0)
+        path.write_text(json.dumps(result))
+        print(
+            f"{task.title}, {algo}, seed {seed}: {result[task.how(algo)]:.3f} (likeliest {result['greedy']:.3f})",
+            flush=True,
+        )
 
 
 def results(runs: Path, task: Task, algo: str) -> dict[int, dict[str, Any]]:
@@ -282,22 +296,23 @@ def page(runs: Path) -> None:
         "# What agents learn",
         "",
         f"Written by `python benchmarks/results_marl.py` from {count} of {whole} runs (five seeds each, one process, one",
-        "thread). The return of a run is the mean over 256 fresh episodes of the final agents, with seeds that neither",
-        "training nor evaluation used. Q-learners take the action that they think best, PPO's agents in matrix games too. In",
-        "foraging Q-learners draw from softmax(Q / temperature), and PPO's agents elsewhere from their policy, as they do in",
-        "training: two that stand in each other's way, or wait for each other at different places, and always do the same",
-        "never get apart. *Reached* counts the seeds that got the goal. The two columns behind it are the means over seeds",
-        "when agents always take the likeliest (or best) action, and when 5 % of these are random.",
+        "thread). The return of a run is the mean over 256 fresh episodes of the final agents, in foraging over 2,048: a run",
+        "there ends at a good evaluation, and few episodes would flatter it. Their seeds are in neither training nor evaluation.",
+        "",
+        "Q-learners take the action that they think best, PPO's agents in matrix games too. In foraging Q-learners draw from",
+        "softmax(Q / temperature), and PPO's agents elsewhere from their policy, as they do in training: two that stand in each",
+        "other's way, or wait for each other at different places, and always do the same never get apart. *Reached* counts the",
+        "seeds that got the goal. The two columns behind it are the means over seeds when agents always take the likeliest (or",
+        "best) action, and when 5 % of these are random.",
+        "",
         "Times are medians, the largest behind them; the machine was shared, and some runs were halted for minutes in favour",
-        "of other work, so CPU seconds say more than the wall's clock. Settings of foraging were chosen on the first three",
-        "seeds, those of climbing after a look at all five.",
+        "of other work, so CPU seconds say more than the wall's clock. Settings of foraging, temperatures among them, were",
+        "chosen on the first three seeds, those of climbing after a look at all five.",
         "",
     ]
     for task in TASKS:
         goal = "" if task.goal is None else f" The goal is {task.goal:g}."
         text += [f"## {task.title}", "", f"To be had: {task.best}.{goal}", "", *table(runs, task), ""]
-        if task.note:
-            text += [task.note, ""]
         if task.env.startswith("mpe") and curves(runs, task):
             text += ["Mean over seeds, and the range:", "", f"![Returns by environment steps]({CURVES.name})", ""]
         # One command for algorithms that differ in nothing else.
@@ -311,6 +326,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/results-marl"))
     parser.add_argument("--quick", action="store_true", help="one seed")
     parser.add_argument("--page", action="store_true", help="only write the page")
+    parser.add_argument("--judge", action="store_true", help="only judge finished runs again, and write the page")
     parser.add_argument("--only", default="", help="tasks whose environment contains this")
     parser.add_argument("--algos", nargs="+", default=ALGOS, choices=ALGOS)
     given = parser.parse_args()
@@ -320,7 +336,7 @@ def main() -> None:
         for seed in range(1 if given.quick else SEEDS):
             for task in TASKS:
                 for algo in [a for a in task.algos if a in given.algos and given.only in task.env]:
-                    played(task, algo, seed, place(given.runs, task, algo, seed))
+                    (judged_again if given.judge else played)(task, algo, seed, place(given.runs, task, algo, seed))
                     page(given.runs)
     page(given.runs)
 

@@ -140,6 +140,15 @@ def test_agents_learn_a_matrix_game(algo, tmp_path):
     assert run.evaluations[-1]["eval_return"] >= 45
 
 
+def test_q_learners_are_evaluated_by_their_best_action_or_by_drawing(tmp_path):
+    """The episodes of a matrix game are all alike if agents do what they think best."""
+    small = {"env": "climbing", "algo": "iql", "steps": 1, "episodes": 2, "quiet": True}
+    best = rolecall.marl(**small, out=str(tmp_path / "best"))
+    drawn = rolecall.marl(**small, out=str(tmp_path / "drawn"), **{"eval.temperature": 10.0})
+    assert best.evaluations[-1]["eval_return_std"] == 0
+    assert drawn.evaluations[-1]["eval_return_std"] > 10
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -149,6 +158,7 @@ def test_agents_learn_a_matrix_game(algo, tmp_path):
         (["--q.buffer", "3"], "q.buffer at least q.batch"),
         (["--q.epsilon-end", "2"], "epsilon"),
         (["--q.epsilon-spread", "2"], "q.epsilon_spread lies between 0 and 1"),
+        (["--eval.temperature", "-1"], "eval.temperature is 0 or more"),
         (["--q.lamda", "1"], "did you mean --q.lam?"),
         (["--episodes", "0"], "at least 1"),
         (["--env", "gym:Pendulum-v1"], "Discrete"),
