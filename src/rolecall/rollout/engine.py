@@ -97,6 +97,10 @@ def warn_if_support_is_cut(sampling: Sampling) -> None:
         )
 
 
+_HASHED_AT_ONCE = 2**20
+"""Weights that are copied together for a hash: a multiple of 1024, and small beside a model."""
+
+
 def weights_hash(weights: Mapping[str, Tensor], dtype: torch.dtype) -> str:
     """A fingerprint of weights as they are in `dtype`, at memory speed: equal weights, equal hash, on every engine.
 
@@ -104,9 +108,12 @@ def weights_hash(weights: Mapping[str, Tensor], dtype: torch.dtype) -> str:
     """
     digest = hashlib.sha256()
     for name in sorted(weights):
-        tensor = weights[name].detach().to(dtype).contiguous()
-        words = tensor.flatten().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
-        columns = torch.nn.functional.pad(words, (0, -len(words) % 1024)).view(-1, 1024).sum(0, dtype=torch.int64)
+        tensor = weights[name].detach()
+        columns = torch.zeros(1024, dtype=torch.int64, device=tensor.device)
+        for part in tensor.reshape(-1).split(_HASHED_AT_ONCE):
+            part = part.to(dtype)
+            words = part.view(torch.int16 if part.element_size() == 2 else torch.int32)
+            columns += torch.nn.functional.pad(words, (0, -len(words) % 1024)).view(-1, 1024).sum(0, dtype=torch.int64)
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
         digest.update(columns.numpy(force=True).tobytes())
     return digest.hexdigest()

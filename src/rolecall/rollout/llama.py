@@ -83,29 +83,36 @@ class LlamaDecoder:
     def load(self, weights: Mapping[str, Tensor]) -> str:
         """Take a copy of the weights in this decoder's dtype and return the hash of that copy."""
         check_weights(weights, self._shapes)
-        own = {name: tensor.detach().to(self.dtype, copy=True) for name, tensor in weights.items()}
-        digest = weights_hash(own, self.dtype)
-        self.embedding = own.pop("model.embed_tokens.weight")
-        self.norm = own.pop("model.norm.weight")
-        self.head = Linear(own.pop("lm_head.weight", self.embedding), None)
-        self.layers = [self._layer(own, f"model.layers.{i}.") for i in range(self.layer_count)]
+        self.layers = []  # what is replaced need not stand beside what replaces it
+        digest = weights_hash(weights, self.dtype)
+        self.embedding = self._own(weights["model.embed_tokens.weight"])
+        self.norm = self._own(weights["model.norm.weight"])
+        head = weights.get("lm_head.weight")
+        self.head = Linear(self.embedding if head is None else self._own(head), None)
+        self.layers = [self._layer(weights, f"model.layers.{i}.") for i in range(self.layer_count)]
         return digest
 
-    @staticmethod
-    def _layer(own: dict[str, Tensor], prefix: str) -> Layer:
+    def _own(self, weight: Tensor) -> Tensor:
+        return weight.detach().to(self.dtype, copy=True)
+
+    def _layer(self, weights: Mapping[str, Tensor], prefix: str) -> Layer:
         def join(block: str, *names: str) -> Linear:
             parts = [f"{prefix}{block}.{name}_proj" for name in names]
-            weight = torch.cat([own.pop(f"{part}.weight") for part in parts])
-            biases = [own.pop(f"{part}.bias", None) for part in parts]
-            return Linear(weight, torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None)
+            weight = torch.cat([weights[f"{part}.weight"].detach().to(self.dtype) for part in parts])
+            biases = [weights[f"{part}.bias"].detach().to(self.dtype) for part in parts if f"{part}.bias" in weights]
+            return Linear(weight, torch.cat(biases) if biases else None)
+
+        def norm(name: str) -> Tensor | None:
+            held = weights.get(f"{prefix}{name}.weight")
+            return None if held is None else self._own(held)
 
         return Layer(
-            input_norm=own.pop(prefix + "input_layernorm.weight"),
+            input_norm=self._own(weights[prefix + "input_layernorm.weight"]),
             qkv=join("self_attn", "q", "k", "v"),
-            query_norm=own.pop(prefix + "self_attn.q_norm.weight", None),
-            key_norm=own.pop(prefix + "self_attn.k_norm.weight", None),
+            query_norm=norm("self_attn.q_norm"),
+            key_norm=norm("self_attn.k_norm"),
             out=join("self_attn", "o"),
-            post_norm=own.pop(prefix + "post_attention_layernorm.weight"),
+            post_norm=self._own(weights[prefix + "post_attention_layernorm.weight"]),
             gate_up=join("mlp", "gate", "up"),
             down=join("mlp", "down"),
         )
