@@ -320,7 +320,7 @@ def test_what_was_saved_scores_the_same_and_starts_a_critic(tmp_path):
 
     critic = Critic.from_reward_model(RewardModel.load(tmp_path))
     ids = torch.tensor([[*UNEVEN[0].chosen, 7]])
-    assert critic(ids)[0, -1].item() == pytest.approx(before[0].item(), abs=1e-6)
+    assert critic(ids)[0, -1].item() == pytest.approx(before[0].item(), abs=1e-5)
     assert torch.equal(Critic.load(tmp_path)(ids)[:, 1:], critic(ids)[:, 1:])
 
 
