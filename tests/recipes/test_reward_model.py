@@ -316,7 +316,7 @@ def test_what_was_saved_scores_the_same_and_starts_a_critic(tmp_path):
     assert torch.equal(score_ids(RewardModel.load(tmp_path), sequences, token_budget=64), before)
     assert torch.equal(score_ids(start_model(RMOptions(model=str(tmp_path))), sequences, token_budget=64), before)
     (scored,) = RewardModelReward.load(tmp_path).score([Sample(prompt="1+1=", completion="2")])
-    assert scored.total == pytest.approx(before[0].item() - offset, abs=1e-6)
+    assert scored.total == pytest.approx(before[0].item() - offset, abs=1e-5)
 
     critic = Critic.from_reward_model(RewardModel.load(tmp_path))
     ids = torch.tensor([[*UNEVEN[0].chosen, 7]])
