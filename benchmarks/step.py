@@ -41,6 +41,8 @@ class Work:
     """The share of the peer's peak memory that ours must not exceed."""
     lengths: tuple[int, int] | None = None
     """The shortest and longest answer; all run to `new_tokens` if not given."""
+    token_budget: int = 8192
+    """Tokens of our micro-batches, padding included."""
     trials: tuple[dict[str, Any], ...] = ()
     """TRL's settings that are tried."""
 
@@ -62,6 +64,7 @@ SMOLLM2 = Work(
     must=2,
     aim=3,
     memory=0.8,
+    token_budget=1500,  # half the rows at a time, as TRL is fastest with a quarter of them
     trials=LARGE_TRIALS,
 )
 SMALL = Work(
@@ -86,6 +89,7 @@ WORKS = {
         must=4,
         aim=8,
         memory=1.0,
+        token_budget=8192,
     ),
     "small": SMALL,
     "ppo": replace(
@@ -120,7 +124,7 @@ def start_ours(name: str, work: Work) -> Side:
         "prompts": work.prompts,
         "samples": work.samples,
         "sampling": {"max_new_tokens": work.new_tokens},
-        "optim": {"lr": 1e-6},
+        "optim": {"lr": 1e-6, "token_budget": work.token_budget},
         "lengths": work.lengths,
         "out": str(OUT / f"{name}-ours"),
         **BF16,

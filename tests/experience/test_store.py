@@ -23,7 +23,7 @@ import rolecall
 from rolecall.experience import parquet
 from rolecall.experience.parquet import Format, StoreError, read_table, write_table
 from rolecall.experience.store import ROLLOUTS, RolloutDetails, read_rollouts, write_rollouts
-from rolecall.experience.updates import UPDATES, UpdateRow, loss_terms, read_updates, update_rows, write_updates
+from rolecall.experience.updates import UPDATES, MiniBatch, UpdateRow, loss_terms, read_updates, write_updates
 from rolecall.files import TMP_MARK, DiskError, write_atomically
 from rolecall.types import Batch, Finish, Sampling, Trajectory
 
@@ -468,14 +468,14 @@ def test_a_process_killed_while_writing_leaves_no_file_of_that_name(tmp_path):
 # --- updates ---
 
 
-def minibatch_rows(epoch: int, minibatch: int, terms: dict[str, Tensor], **parts: Tensor) -> list[UpdateRow]:
-    return update_rows(
-        [3, 2],
-        [7, 0],
-        [3, 2],
+def minibatch_of(epoch: int, minibatch: int, terms: dict[str, Tensor], **parts: Tensor) -> MiniBatch:
+    return MiniBatch(
         step=3,
         epoch=epoch,
         minibatch=minibatch,
+        rollout_steps=[3, 2],
+        trajectories=[7, 0],
+        lengths=[3, 2],
         verdicts=torch.tensor([[2, 1, 1], [2, 1, 0]]),
         contributions=terms,
         **parts,
@@ -485,7 +485,7 @@ def minibatch_rows(epoch: int, minibatch: int, terms: dict[str, Tensor], **parts
 def test_contributions_add_up_to_the_loss_terms_of_each_minibatch(tmp_path):
     """1/3 and its like are not float32 numbers: only float64 on disk gives the sum back to 1e-12."""
     draw = torch.Generator().manual_seed(0)
-    rows, logged = [], {}
+    made, logged = [], {}
     for epoch in range(2):
         for minibatch in range(3):
             inside = torch.tensor([[0, 1, 1], [0, 1, 0]], dtype=torch.float64)
@@ -493,8 +493,8 @@ def test_contributions_add_up_to_the_loss_terms_of_each_minibatch(tmp_path):
                 name: torch.rand(2, 3, generator=draw, dtype=torch.float64) / 3 * inside for name in ("policy", "value")
             }
             logged[epoch, minibatch] = {name: float(term.sum()) for name, term in terms.items()}
-            rows += minibatch_rows(epoch, minibatch, terms)
-    write_updates(tmp_path / "u.parquet", rows)
+            made.append(minibatch_of(epoch, minibatch, terms))
+    write_updates(tmp_path / "u.parquet", made)
     found = loss_terms(read_updates(tmp_path / "u.parquet"))
     assert found.keys() == logged.keys()
     for place, terms in logged.items():
@@ -504,10 +504,10 @@ def test_contributions_add_up_to_the_loss_terms_of_each_minibatch(tmp_path):
 def test_updates_come_back_cut_to_length_with_what_was_not_computed_as_none(tmp_path):
     logprobs = torch.tensor([[nan, -0.1, -2.0], [nan, -1.0, nan]], requires_grad=True)
     ratio = torch.tensor([[1.0, 1.1, 0.9], [1.0, 1.5, 1.0]])
-    rows = minibatch_rows(1, 4, {"policy": torch.ones(2, 3)}, logprobs=logprobs, ratio=ratio)
-    rows.append(replace(rows[0], ratio=None, contributions={"kl": torch.tensor([0.0, 0.5, nan], dtype=torch.float64)}))
-    write_updates(tmp_path / "u.parquet", rows)
-    first, second, third = read_updates(tmp_path / "u.parquet")
+    made = minibatch_of(1, 4, {"policy": torch.ones(2, 3)}, logprobs=logprobs, ratio=ratio)
+    shares = torch.tensor([[0.0, 0.5, nan], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    write_updates(tmp_path / "u.parquet", [made, replace(made, ratio=None, contributions={"kl": shares})])
+    first, second, third, _ = read_updates(tmp_path / "u.parquet")
     assert [(r.step, r.rollout_step, r.trajectory, r.epoch, r.minibatch) for r in (first, second)] == [
         (3, 3, 7, 1, 4),
         (3, 2, 0, 1, 4),
@@ -524,7 +524,7 @@ def test_updates_come_back_cut_to_length_with_what_was_not_computed_as_none(tmp_
 
 
 def test_a_plain_reader_sees_a_column_per_loss_term_and_a_nan_in_it_stays(tmp_path):
-    write_updates(tmp_path / "u.parquet", minibatch_rows(0, 0, {"policy": torch.tensor([[0, nan, 1], [0, 2, 0.0]])}))
+    write_updates(tmp_path / "u.parquet", [minibatch_of(0, 0, {"policy": torch.tensor([[0, nan, 1], [0, 2, 0.0]])})])
     table = pq.read_table(tmp_path / "u.parquet")
     assert table["contribution_policy"].type.value_type == pa.float64()
     first, second = table["contribution_policy"].to_pylist()
@@ -549,6 +549,13 @@ def test_an_update_of_another_length_than_its_verdicts_is_refused():
             verdicts=torch.zeros(3, dtype=torch.uint8),
             contributions={"policy": torch.zeros(2)},
         )
+
+
+def test_a_minibatch_whose_tensors_do_not_fit_together_is_refused():
+    with pytest.raises(ValueError, match=r"a mini-batch: ratio has shape \(2, 2\) but verdicts has \(2, 3\)"):
+        minibatch_of(0, 0, {}, ratio=torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="one entry per trajectory"):
+        replace(minibatch_of(0, 0, {}), lengths=[3])
 
 
 def test_a_step_of_512_trajectories_of_300_tokens_is_written_without_a_loop_over_tokens(tmp_path):

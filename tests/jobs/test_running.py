@@ -83,7 +83,7 @@ def test_the_plan_knows_ranks_and_what_logits_take(tmp_path, monkeypatch):
     assert vocabulary_of(str(tmp_path)) == 49152
     assert vocabulary_of("some/hub-id") is None
     line = logits_line(str(tmp_path), 8192)
-    assert line.startswith("logits: 64 MB at a time")
+    assert line.startswith("logits: 32 MB at a time")
     assert "1,536 MB" in line
     assert ranks_line(16, "prompts") == "ranks: 1"
     monkeypatch.setenv("WORLD_SIZE", "3")

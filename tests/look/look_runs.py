@@ -11,7 +11,7 @@ import torch
 import rolecall
 from rolecall.experience.batches import collate
 from rolecall.experience.store import RolloutDetails, write_rollouts
-from rolecall.experience.updates import update_rows, write_updates
+from rolecall.experience.updates import MiniBatch, write_updates
 from rolecall.maths.roles import Role, TrainRule
 from rolecall.types import Finish, Trajectory
 
@@ -71,19 +71,19 @@ def record(
     name = f"step-{step:06d}.parquet"
     write_rollouts(run / "rollouts" / name, trajectories, batch, step=step, details=details, model="", tokenizer="")
     share = torch.where(trained, loss / trained.sum(), 0).double()
-    rows = update_rows(
-        [step] * len(trajectories),
-        range(len(trajectories)),
-        [len(t.ids) for t in trajectories],
+    minibatch = MiniBatch(
         step=step,
         epoch=0,
         minibatch=0,
+        rollout_steps=[step] * len(trajectories),
+        trajectories=range(len(trajectories)),
+        lengths=[len(t.ids) for t in trajectories],
         verdicts=verdicts,
         contributions={"policy": share},
         logprobs=torch.where(trained, -0.5, nan),
         ratio=torch.where(trained, 1.25, nan),
     )
-    write_updates(run / "updates" / name, rows)
+    write_updates(run / "updates" / name, [minibatch])
     relog(run, step, loss=str(loss) if isnan(loss) else loss)
 
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from rolecall.policy import flat_ops
+from rolecall.policy import flat, flat_ops
 from rolecall.policy.flat import FlatTrunk, layout_of, unfit
 from rolecall.policy.model import PolicyModel
-from rolecall.policy.packing import micro_batches
+from rolecall.policy.packing import micro_batches, rounded_up
 from rolecall.policy.trunk import Trunk
 
 pytestmark = pytest.mark.usefixtures("fast_paths")
@@ -109,6 +109,37 @@ def test_shared_tokens_are_laid_out_once():
     assert len(layout.source) == sum(ends) - 3 * 9 - 5
     assert torch.equal(ids.flatten()[layout.source][layout.place[needed]], ids[needed])
     assert torch.equal(layout.positions[layout.place[needed]], needed.nonzero()[:, 1])
+
+
+@given(rows=st.integers(1, 2**22))
+def test_products_in_bf16_have_few_sizes_and_little_filling(rows):
+    assert rounded_up(rows, torch.float32) == rows
+    more = rounded_up(rows, torch.bfloat16)
+    assert rows <= more < max(rows + 64, rows * 33 / 32 + 1)
+    assert rounded_up(more, torch.bfloat16) == more
+    assert more % 64 == 0
+
+
+@pytest.mark.parametrize("kernels", ["1", "0"])
+def test_filled_up_tokens_change_nothing(kernels, monkeypatch):
+    """In bf16 the flat list is filled up; the same list in fp32, filled up too, gives the same states and gradients."""
+    monkeypatch.setenv("ROLECALL_KERNELS", kernels)
+    ids, needed = sample()
+    whole = layout_of(ids, needed, torch.bfloat16)
+    assert len(whole.source) % 64 == 0
+    assert len(whole.source) > len(layout_of(ids, needed).source)
+    model = llama()
+
+    def outcome():
+        hidden = FlatTrunk(model)(ids, needed, dtype=torch.float32)
+        return hidden.detach(), gradients(model, hidden)
+
+    plain, plain_gradients = outcome()
+    monkeypatch.setattr(flat, "rounded_up", lambda rows, dtype: rounded_up(rows, torch.bfloat16))
+    filled, filled_gradients = outcome()
+    torch.testing.assert_close(filled, plain, rtol=1e-4, atol=1e-5)
+    for name, gradient in plain_gradients.items():
+        torch.testing.assert_close(filled_gradients[name], gradient, rtol=1e-4, atol=1e-5)
 
 
 @given(

@@ -1,6 +1,8 @@
 """What a rollout is made of, what an update leaves behind, and that every preset learns."""
 
 import dataclasses
+import json
+from typing import ClassVar
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from learners import ROWS, STOP, Plain, learner_of, options_of, weights_of
 import rolecall
 from rolecall.jobs import rl
 from rolecall.maths.roles import Role, Verdict
+from rolecall.policy.model import PolicyModel
 from rolecall.recipes.algorithms import need
+from rolecall.recipes.prepare import Preparer
 from rolecall.recipes.rl import engine_weights
 from rolecall.rollout.scripted import ScriptedEngine
 from rolecall.train.score import score
@@ -264,6 +268,97 @@ def test_a_critic_learns_a_constant_reward(critic):
         losses.append(learner.metrics()["loss/value"])
     assert losses[0] > 0.3
     assert losses[-1] < 0.1 * losses[0]
+
+
+@pytest.mark.parametrize("critic", ["shared", "separate"])
+def test_the_first_step_goes_on_from_the_pass_that_scored_it(critic, monkeypatch):
+    """The same weights to the last bit, and one pass through the policy's trunk less in every step."""
+
+    def trained_weights(*, keep):
+        passes = []
+        with monkeypatch.context() as patch:
+            plain = PolicyModel._pass
+            patch.setattr(PolicyModel, "_pass", lambda self, *a: passes.append(self) or plain(self, *a))
+            if not keep:
+                patch.setattr(Preparer, "_first_step_is_all", False)
+            options = small("ppo", **{"algorithm.critic": critic, "algorithm.epochs": 2, "algorithm.minibatches": 1})
+            learner = learner_of(options, count_a, script=script)
+            for step in range(2):
+                learner.update(learner.collect(step))
+        return weights_of(learner), sum(one is learner.module for one in passes)
+
+    (with_it, fewer), (without, more) = trained_weights(keep=True), trained_weights(keep=False)
+    assert (fewer, more) == (2 * 2, 2 * 3)
+    assert all(torch.equal(with_it[name], without[name]) for name in without)
+
+
+def test_a_kept_pass_is_not_used_for_other_tokens_or_other_weights():
+    learner = learner_of(small(), count_a, script=script)
+    module, batch = learner.module, learner.collect(0).batch
+    wanted = learner.rule.eligible(batch.roles)
+
+    def loss_of(ids=batch.ids, wanted=wanted):
+        total, _ = module(ids, wanted, temperature=1.0, loss=lambda outputs, rows: outputs.logprobs.sum())
+        return total.item()
+
+    def batch_loss():
+        return module(batch.ids, wanted, temperature=1.0).logprobs.sum()
+
+    def keep():
+        with torch.no_grad():
+            module(batch.ids, wanted, temperature=1.0, keep=True)
+
+    plain, other = loss_of(), (batch.ids + 1) % 256
+    keep()
+    assert loss_of() == plain
+    assert module._kept is None, "it is used once"
+    keep()
+    assert loss_of(ids=other) != plain
+    keep()
+    assert loss_of(wanted=wanted & (batch.roles == Role.CONTENT)) != plain
+    keep()
+    with torch.no_grad():
+        next(module.parameters()).mul_(1.01)
+    assert loss_of() != plain
+    learner.update(learner.collect(1))
+    keep()
+    learner.updater.descend([torch.arange(1)], lambda rows: batch_loss().backward())
+    assert module._kept is None, "the optimiser's step made it stale"
+
+
+def test_in_mixed_precision_the_reference_computes_as_the_policy_does(tmp_path):
+    """Else rounding would pass for a divergence before the policy has moved."""
+    rolecall.rl(
+        preset="ppo",
+        model="tiny",
+        rows="addition",
+        steps=1,
+        prompts=2,
+        samples=2,
+        sampling={"max_new_tokens": 4},
+        algorithm={"kl_coef": 0.1, "kl_in": "reward"},
+        policy={"mixed_precision": "bf16"},
+        out=str(tmp_path / "run"),
+        quiet=True,
+    )
+    logged = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert logged["kl"] == 0
+
+
+def test_the_engine_is_released_while_the_policy_trains():
+    class Told(ScriptedEngine):
+        told: ClassVar[list[str]] = []
+
+        def release(self):
+            self.told.append("release")
+
+        def load(self, weights, version):
+            self.told.append("load")
+            super().load(weights, version)
+
+    learner = learner_of(small(), count_a, engine=Told(script, stop_ids=(STOP,)))
+    learner.update(learner.collect(0))
+    assert Told.told == ["release", "load"]
 
 
 # -- a user's own algorithm ------------------------------------------------------------------------------------------

@@ -192,6 +192,16 @@ def test_load_takes_the_trainers_weights(model, dtype):
     assert new == native(trained, dtype=dtype, version=7).generate(ragged_requests())
 
 
+def test_released_weights_are_asked_for_and_come_back(model, engine):
+    request = [Request(prompt_ids=(5, 6, 7), sampling=Sampling(max_new_tokens=5), n=3)]
+    before = engine.generate(request)
+    engine.release()
+    with pytest.raises(RuntimeError, match="released; load some"):
+        engine.generate(request)
+    engine.load(dict(model.named_parameters()), engine.version)
+    assert engine.generate(request) == before
+
+
 def test_what_is_loaded_is_a_copy():
     trained = small_model()
     engine = native(trained)

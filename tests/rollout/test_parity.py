@@ -24,7 +24,7 @@ from small_models import (
 
 from rolecall.policy.load import cast_weights, load
 from rolecall.rollout.open import open_engine
-from rolecall.rollout.sampler import row_key, uniforms
+from rolecall.rollout.sampler import row_keys, uniforms
 from rolecall.types import Finish, Request, Sampling
 from smollm2 import smollm2_path
 
@@ -178,7 +178,7 @@ def distance_to_boundary(model, request, completion, t):
     negative if outside."""
     sequence = torch.tensor([[*request.prompt_ids, *completion.ids[:t]]])
     probs = (model(sequence).logits[0, -1].double() / request.sampling.temperature).softmax(-1)
-    key = row_key(request.seed, request.step, request.prompt, completion.sample)
+    (key,) = row_keys(request.seed, request.step, request.prompt, [completion.sample])
     u = uniforms(np.array([key], dtype=np.uint64), np.array([sequence.shape[1]]))[0]
     ends, token = probs.cumsum(0), completion.ids[t]
     return min(u - float(ends[token] - probs[token]), float(ends[token]) - u)

@@ -4,26 +4,28 @@ import numpy as np
 import pytest
 import torch
 
-from rolecall.rollout.sampler import draw, row_key, support, uniforms
+from rolecall.rollout.sampler import draw, row_keys, support, uniforms
 from rolecall.types import Sampling
 
 
 def test_random_numbers_belong_to_seed_step_prompt_sample_and_position():
-    base = (1, 2, 3, 4)
-    keys = {row_key(*base)}
-    for i in range(4):
+    base = (1, 2, 3)
+    first, second = row_keys(*base, [4, 5])
+    keys = {first, second}
+    for i in range(3):
         other = list(base)
         other[i] += 1
-        keys.add(row_key(*other))
+        keys.update(row_keys(*other, [4]))
     assert len(keys) == 5
-    a = uniforms(np.array([row_key(*base)] * 3, dtype=np.uint64), np.array([0, 1, 2]))
+    assert row_keys(*base, [5]) == second  # whatever other samples are asked for
+    a = uniforms(np.repeat(first, 3), np.array([0, 1, 2]))
     assert len(set(a.tolist())) == 3
-    b = uniforms(np.array([row_key(*base)], dtype=np.uint64), np.array([2]))
+    b = uniforms(np.repeat(first, 1), np.array([2]))
     assert b[0] == a[2]  # whatever else is in the batch
 
 
 def test_random_numbers_are_uniform_and_independent():
-    keys = np.array([row_key(0, 0, p, s) for p in range(64) for s in range(64)], dtype=np.uint64)
+    keys = np.concatenate([row_keys(0, 0, p, range(64)) for p in range(64)])
     numbers = np.stack([uniforms(keys, np.full(len(keys), t)) for t in range(64)])
     counts = np.bincount((numbers.flatten() * 64).astype(int), minlength=64)
     expected = numbers.size / 64

@@ -4,8 +4,8 @@ import json
 import os
 from pathlib import Path
 
-CHUNK_LOGITS = 2**24
-"""Logits that exist at a time while training, whatever the batch: 16M entries, 64 MB in fp32."""
+CHUNK_LOGITS = 2**23
+"""Logits that exist at a time while training, whatever the batch: 8M entries, 32 MB in fp32."""
 TINY_VOCABULARY = 259
 
 

@@ -1,7 +1,9 @@
 """From trajectories to a rectangle, and what cuts it into micro-batches that fit."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,21 +16,21 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
     """Trajectories as one right-padded batch. Log-probs are NaN wherever the policy did not sample."""
     if not trajectories:
         raise ValueError("cannot make a batch of no trajectories")
-    time = max(len(t.ids) for t in trajectories)
-    ids = torch.zeros(len(trajectories), time, dtype=torch.long)
-    roles = torch.full((len(trajectories), time), int(Role.PAD), dtype=torch.uint8)
-    behaviour = torch.full((len(trajectories), time), torch.nan)
-    for row, trajectory in enumerate(trajectories):
-        ids[row, : len(trajectory.ids)] = torch.tensor(trajectory.ids)
-        roles[row, : len(trajectory.ids)] = torch.tensor(trajectory.roles, dtype=torch.uint8)
-        if trajectory.behaviour_logprobs is not None:
-            behaviour[row, : len(trajectory.ids)] = torch.tensor(trajectory.behaviour_logprobs)
-    sampled = any(t.behaviour_logprobs is not None for t in trajectories)
+    lengths = np.array([len(t.ids) for t in trajectories])
+    inside = np.arange(lengths.max()) < lengths[:, None]
+
+    def rectangle(rows: Iterable[Sequence[float]], dtype: type, fill: float) -> Tensor:
+        held: np.ndarray = np.full(inside.shape, fill, dtype)
+        held[inside] = np.fromiter(chain.from_iterable(rows), dtype, count=int(lengths.sum()))
+        return torch.from_numpy(held)
+
+    sampled = [t.behaviour_logprobs for t in trajectories]
+    unknown = ((torch.nan,) * n if row is None else row for row, n in zip(sampled, lengths.tolist(), strict=True))
     return Batch(
-        ids=ids,
-        roles=roles,
+        ids=rectangle((t.ids for t in trajectories), np.int64, 0),
+        roles=rectangle((t.roles for t in trajectories), np.uint8, int(Role.PAD)),
         groups=torch.tensor([t.group for t in trajectories]),
-        behaviour_logprobs=behaviour if sampled else None,
+        behaviour_logprobs=rectangle(unknown, np.float32, np.nan) if any(row is not None for row in sampled) else None,
         policy_versions=torch.tensor([t.policy_version for t in trajectories]),
     )
 

@@ -9,6 +9,7 @@ depend on where it was cut, because all that was put between its pieces is untra
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from hashlib import sha256
 
 import torch
@@ -26,12 +27,7 @@ class Joined:
             names.setdefault((t.group, t.agent, t.episode), []).append(row)
         self.rows = list(names.values())
         """The rows of each sequence, in order."""
-        self.index = torch.zeros(len(trajectories), dtype=torch.long)
-        """[batch] the sequence of each row."""
-        self.names = torch.tensor([_number(t) for t in trajectories])
-        """[batch] the same, in numbers that stay the same in another batch."""
-        for number, rows in enumerate(self.rows):
-            self.index[rows] = number
+        self._trajectories = trajectories
         self._lengths = [len(t.ids) for t in trajectories]
         compared = list(dict.fromkeys((group, agent) for group, agent, _ in names))
         one_agent = len({group for group, _ in compared}) == len(compared)
@@ -42,6 +38,19 @@ class Joined:
         """True if some sequence has several rows."""
         self.plain = not self.cut and one_agent
         """True if every row is a sequence of its own, and all sequences of a group are compared."""
+
+    @cached_property
+    def index(self) -> Tensor:
+        """[batch] the sequence of each row."""
+        index = torch.zeros(len(self._trajectories), dtype=torch.long)
+        for number, rows in enumerate(self.rows):
+            index[rows] = number
+        return index
+
+    @cached_property
+    def names(self) -> Tensor:
+        """[batch] the same, in numbers that stay the same in another batch."""
+        return torch.tensor([_number(t) for t in self._trajectories])
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
@@ -79,59 +80,60 @@ class UpdateRow:
     to its loss."""
 
     def __post_init__(self) -> None:
+        what = f"update of trajectory {self.trajectory}"
         for name in _POSITIONS:
-            _check_length(self, name, getattr(self, name))
+            _check_shape(what, name, getattr(self, name), self.verdicts)
         for name, tensor in self.contributions.items():
-            _check_length(self, _CONTRIBUTION + name, tensor)
+            _check_shape(what, _CONTRIBUTION + name, tensor, self.verdicts)
 
 
-def update_rows(
-    rollout_steps: Sequence[int],
-    trajectories: Sequence[int],
-    lengths: Sequence[int],
-    *,
-    step: int,
-    epoch: int,
-    minibatch: int,
-    verdicts: Tensor,
-    contributions: Mapping[str, Tensor],
-    logprobs: Tensor | None = None,
-    ratio: Tensor | None = None,
-    weights: Tensor | None = None,
-) -> list[UpdateRow]:
-    """The rows of one micro-batch from [batch, time] tensors, each cut to its trajectory's length."""
-    held = {
-        name: part.detach().to("cpu", torch.float32)
-        for name, part in (("weights", weights), ("logprobs", logprobs), ("ratio", ratio))
-        if part is not None
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MiniBatch:
+    """What one mini-batch did with its trajectories: `UpdateRow`s as [batch, time] tensors, padded behind."""
+
+    step: int
+    epoch: int
+    minibatch: int
+    rollout_steps: Sequence[int]
+    trajectories: Sequence[int]
+    lengths: Sequence[int]
+    """[batch] tokens of each trajectory."""
+    verdicts: Tensor
+    weights: Tensor | None = None
+    logprobs: Tensor | None = None
+    ratio: Tensor | None = None
+    contributions: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not len(self.rollout_steps) == len(self.trajectories) == len(self.lengths) == len(self.verdicts):
+            raise ValueError("rollout_steps, trajectories, lengths and verdicts must have one entry per trajectory")
+        for name in _POSITIONS:
+            _check_shape("a mini-batch", name, getattr(self, name), self.verdicts)
+        for name, tensor in self.contributions.items():
+            _check_shape("a mini-batch", _CONTRIBUTION + name, tensor, self.verdicts)
+
+
+def write_updates(path: Path, minibatches: Sequence[MiniBatch]) -> None:
+    """Record what the optimiser's steps did with each trajectory; one column per loss term of any mini-batch."""
+    lengths = [np.array(m.lengths, dtype=np.int64) for m in minibatches]
+
+    def column(tensors: Iterable[Tensor | None], dtype: torch.dtype, kind: pa.DataType) -> pa.Array:
+        held = (None if t is None else as_numpy(t, dtype) for t in tensors)
+        return Ragged.stacked([Ragged.cut(t, n) for t, n in zip(held, lengths, strict=True)]).column(kind)
+
+    columns: dict[str, Any] = {
+        "rollout_step": [step for m in minibatches for step in m.rollout_steps],
+        "trajectory": [trajectory for m in minibatches for trajectory in m.trajectories],
     }
-    codes = verdicts.to("cpu", torch.uint8)
-    terms = {name: term.detach().to("cpu", torch.float64) for name, term in contributions.items()}
-    return [
-        UpdateRow(
-            step=step,
-            rollout_step=rollout_step,
-            trajectory=trajectory,
-            epoch=epoch,
-            minibatch=minibatch,
-            verdicts=codes[row, :length],
-            contributions={name: term[row, :length] for name, term in terms.items()},
-            **{name: part[row, :length] for name, part in held.items()},
-        )
-        for row, (rollout_step, trajectory, length) in enumerate(zip(rollout_steps, trajectories, lengths, strict=True))
-    ]
-
-
-def write_updates(path: Path, rows: Sequence[UpdateRow]) -> None:
-    """Record what the optimiser's steps did with each trajectory; one column per loss term of any row."""
-    columns: dict[str, Any] = {name: [getattr(row, name) for row in rows] for name in _PLACE}
-    columns["verdicts"] = _joined([row.verdicts for row in rows], torch.uint8).column(CODES)
+    for name in ("step", "epoch", "minibatch"):
+        columns[name] = [getattr(m, name) for m in minibatches for _ in m.lengths]
+    columns["verdicts"] = column((m.verdicts for m in minibatches), torch.uint8, CODES)
     for name in _POSITIONS:
-        columns[name] = _joined([getattr(row, name) for row in rows], torch.float32).column(FLOATS)
+        columns[name] = column((getattr(m, name) for m in minibatches), torch.float32, FLOATS)
     schema = UPDATES.schema
-    for term in dict.fromkeys(term for row in rows for term in row.contributions):
-        shares = _joined([row.contributions.get(term) for row in rows], torch.float64)
-        columns[_CONTRIBUTION + term] = shares.column(_CONTRIBUTIONS)
+    for term in dict.fromkeys(term for m in minibatches for term in m.contributions):
+        shares = column((m.contributions.get(term) for m in minibatches), torch.float64, _CONTRIBUTIONS)
+        columns[_CONTRIBUTION + term] = shares
         schema = schema.append(pa.field(_CONTRIBUTION + term, _CONTRIBUTIONS))
     write_table(path, table_of(columns, schema), UPDATES, {})
 
@@ -166,16 +168,12 @@ def loss_terms(rows: Iterable[UpdateRow]) -> dict[tuple[int, int], dict[str, flo
     }
 
 
-def _check_length(row: UpdateRow, name: str, tensor: Tensor | None) -> None:
-    if tensor is not None and tensor.shape != row.verdicts.shape:
+def _check_shape(what: str, name: str, tensor: Tensor | None, verdicts: Tensor) -> None:
+    if tensor is not None and tensor.shape != verdicts.shape:
         raise ValueError(
-            f"update of trajectory {row.trajectory}: {name} has shape {tuple(tensor.shape)} but verdicts has "
-            f"{tuple(row.verdicts.shape)}; index t must mean token t"
+            f"{what}: {name} has shape {tuple(tensor.shape)} but verdicts has {tuple(verdicts.shape)}; "
+            "index t must mean token t"
         )
-
-
-def _joined(rows: Sequence[Tensor | None], dtype: torch.dtype) -> Ragged:
-    return Ragged.joined([None if row is None else as_numpy(row, dtype) for row in rows])
 
 
 def _tensors(column: pa.ChunkedArray) -> list[Tensor | None]:

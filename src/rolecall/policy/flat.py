@@ -25,6 +25,7 @@ from torch import Tensor
 from rolecall.policy.attend_ops import Segments, attend
 from rolecall.policy.families import unsupported
 from rolecall.policy.flat_ops import AddNorm, GatedMlp, Norm, Project, Rotate
+from rolecall.policy.packing import rounded_up
 
 
 def unfit(model: Any) -> str | None:
@@ -58,8 +59,14 @@ class Layout:
     """Which tokens look at which: a group's prefix is its first segment, and every branch one more."""
 
 
-def layout_of(ids: Int[Tensor, "batch time"], needed: Bool[Tensor, "batch time"]) -> Layout:
-    """The layout of all tokens that the needed positions depend on."""
+def layout_of(
+    ids: Int[Tensor, "batch time"], needed: Bool[Tensor, "batch time"], dtype: torch.dtype = torch.float32
+) -> Layout:
+    """The layout of all tokens that the needed positions depend on.
+
+    Behind them are as many more as products in the working dtype are better for: each sees itself alone, and nobody
+    asks for it.
+    """
     time = ids.shape[1]
     ends = (needed * torch.arange(1, time + 1)).amax(1).numpy()
     place = np.full(ids.shape, -1, dtype=np.int64)
@@ -68,13 +75,18 @@ def layout_of(ids: Int[Tensor, "batch time"], needed: Bool[Tensor, "batch time"]
     def lay(row: int, start: int, stop: int) -> np.ndarray:
         source.append(row * time + np.arange(start, stop))
         positions.append(np.arange(start, stop))
-        starts.append(starts[-1] + stop - start)
+        starts.append(int(starts[-1] + stop - start))
         return np.arange(*starts[-2:])
 
     for rows, shared in _groups(ids.numpy(), ends):
         prefix = lay(rows[0], 0, shared)
         for row in rows:
             place[row, :shared], place[row, shared : ends[row]] = prefix, lay(row, shared, ends[row])
+        groups.append(len(starts) - 1)
+    if missing := rounded_up(starts[-1], dtype) - starts[-1]:
+        source.append(np.zeros(missing, dtype=np.int64))
+        positions.append(np.zeros(missing, dtype=np.int64))
+        starts += range(starts[-1], starts[-1] + missing + 1)  # an empty prefix, and branches of one token
         groups.append(len(starts) - 1)
     return Layout(
         source=torch.from_numpy(np.concatenate(source)),
@@ -118,10 +130,11 @@ class FlatTrunk:
         self, ids: Int[Tensor, "batch time"], needed: Bool[Tensor, "batch time"], *, dtype: torch.dtype
     ) -> Float[Tensor, "n width"]:
         """The last hidden states of the needed positions, row by row. At least one is needed."""
-        layout = layout_of(ids, needed)
+        layout = layout_of(ids, needed, dtype)
         decoder = self._decoder
         # What nobody asked for is of no use behind the last layer's keys and values.
         kept, wanted = torch.unique(layout.place[needed], return_inverse=True)
+        kept = F.pad(kept, (0, rounded_up(len(kept), dtype) - len(kept)))
         x = F.embedding(ids.flatten()[layout.source], decoder.embed_tokens.weight)
         cos, sin = decoder.rotary_emb(x, layout.positions[None])
         half = self.width // 2

@@ -1,7 +1,8 @@
 """The pieces of a decoder layer on flat tokens, with their gradients: compiled where there is a compiler, else in torch.
 
 The residual stream [n, width] and all weights are fp32 (fp64 in tests); what lies between two matrix products is in the
-working dtype, fp32 or bf16. A weight is cast to it in every forward, so that none is ever stale.
+working dtype, fp32 or bf16. A weight is cast to it in every forward, so that none is ever stale. The backward pass uses
+the same copy if that is small beside the activations it is kept with, else it casts again.
 """
 
 import ctypes
@@ -95,7 +96,7 @@ class Project(Function):
     def forward(ctx: Any, x: Tensor, count: int, *parameters: Tensor | None) -> Tensor:
         weights, biases = parameters[:count], parameters[count:]
         joined = _joined(weights, x.dtype)
-        ctx.save_for_backward(x, joined)
+        ctx.save_for_backward(x, *_light(joined, weights, beside=x))
         ctx.sizes = [0 if w is None else len(w) for w in weights]
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
         if all(b is None for b in biases):
@@ -104,10 +105,10 @@ class Project(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, joined = ctx.saved_tensors
+        x, *weights = ctx.saved_tensors
         grad = grad.contiguous()
         needs = ctx.needs_input_grad
-        dx = grad @ joined if needs[0] else None
+        dx = grad @ _joined(weights, x.dtype) if needs[0] else None
         count = len(ctx.sizes)
         found: list[Tensor | None] = [None] * (2 * count)
         if any(needs[2 : 2 + count]):
@@ -148,15 +149,17 @@ class GatedMlp(Function):
         else:
             middle = gate_up.new_empty(len(x), len(gate))
             _call(kernels, "gate", x.dtype, (gate_up, middle), middle.shape)
-        ctx.save_for_backward(x, gate_up, joined, last)
+        ctx.save_for_backward(
+            x, gate_up, *_light(last, (down,), beside=gate_up), *_light(joined, (gate, up), beside=gate_up)
+        )
         ctx.dtypes = gate.dtype, up.dtype, down.dtype
         return middle @ last.T
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, gate_up, joined, last = ctx.saved_tensors
+        x, gate_up, last, *first = ctx.saved_tensors
         grad = grad.contiguous()
-        dmiddle = grad @ last
+        dmiddle = grad @ last.to(x.dtype)
         kernels = _kernels(x.dtype, gate_up)
         if kernels is None:
             with torch.enable_grad():
@@ -167,7 +170,7 @@ class GatedMlp(Function):
         else:
             middle, dgate_up = torch.empty_like(dmiddle), torch.empty_like(gate_up)
             _call(kernels, "gate_back", x.dtype, (gate_up, dmiddle, middle, dgate_up), middle.shape)
-        dx = dgate_up @ joined if ctx.needs_input_grad[0] else None
+        dx = dgate_up @ _joined(first, x.dtype) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[1:]):
             return dx, None, None, None
         dgate, dup = (dgate_up.T @ x).chunk(2)
@@ -197,6 +200,13 @@ def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float) -> 
 def _joined(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
     there = [part.to(dtype) for part in parts if part is not None]
     return there[0] if len(there) == 1 else torch.cat(there)
+
+
+def _light(
+    joined: Tensor, parts: Sequence[Tensor | None], *, beside: Tensor
+) -> tuple[Tensor, ...] | Sequence[Tensor | None]:
+    """What to keep for the backward pass: weights in the working dtype, or the parameters they are made of."""
+    return (joined,) if 4 * joined.numel() <= beside.numel() else parts
 
 
 def _cast(parts: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:

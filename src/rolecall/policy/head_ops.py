@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rolecall.policy.compiled import library, pointer, wanted
+from rolecall.policy.packing import rounded_up
 
 _SOURCE = Path(__file__).with_name("head.c")
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -67,17 +68,23 @@ class HeadPass:
         fits = kind == "cpu" and self.dtype in _NAMES and head.soft_cap is None and head.slope > 0 and wanted()
         self._kernels = library(_SOURCE) if fits else None
 
+    def rows(self, hidden: Tensor) -> Tensor:
+        """A chunk's hidden states in the working dtype, with rows of zeros behind them if that makes products faster."""
+        missing = rounded_up(len(hidden), self.dtype) - len(hidden)
+        return torch.nn.functional.pad(hidden.to(self.dtype), (0, 0, 0, missing))
+
     def raw(self, hidden: Tensor) -> Tensor:
-        """Raw logits [rows, vocab] of a chunk."""
+        """Raw logits [rows, vocab] of a chunk; there may be more rows than hidden states, which mean nothing."""
         with torch.autocast(hidden.device.type, enabled=False):
-            return torch.nn.functional.linear(hidden.to(self.dtype), self.weight, self._bias)
+            return torch.nn.functional.linear(self.rows(hidden), self.weight, self._bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Tempered logits of a chunk, in fp32 (fp64 stays)."""
-        return self.head.tempered(self.raw(hidden))
+        return self.head.tempered(self.raw(hidden)[: len(hidden)])
 
     def score(self, raw: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(log-prob of the targets, entropy, logsumexp) of a chunk of raw logits."""
+        raw = raw[: len(targets)]
         if self._kernels is None:
             return _score(self.head.tempered(raw), targets)
         logprobs, entropy, lse = (torch.empty(len(raw)) for _ in range(3))
@@ -94,6 +101,7 @@ class HeadPass:
         grad_entropy: Tensor | None,
     ) -> Tensor:
         """The gradient of the raw logits in the working dtype; may overwrite them."""
+        whole, raw = raw, raw[: len(targets)]
         if self._kernels is None:
             logits = self.head.tempered(raw)
             grad = _logit_gradient(logits, targets, lse, entropy, grad_logprobs, grad_entropy)
@@ -101,7 +109,8 @@ class HeadPass:
         none = torch.zeros(len(raw))
         parts = [none if g is None else g.float().contiguous() for g in (grad_logprobs, grad_entropy)]
         self._call("gradient", raw, (targets.contiguous(), lse.contiguous(), entropy.contiguous(), *parts))
-        return raw
+        whole[len(raw) :] = 0
+        return whole
 
     def _call(self, name: str, raw: Tensor, tensors: tuple[Tensor, ...]) -> None:
         function = getattr(self._kernels, f"{name}_{_NAMES[raw.dtype]}")

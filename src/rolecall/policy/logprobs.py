@@ -21,6 +21,9 @@ from torch.autograd import Function
 from rolecall.config.plan import CHUNK_LOGITS
 from rolecall.policy.head_ops import Head, HeadPass
 
+_WORDS = 8192
+"""Rows of a head's gradient that are computed together where it is summed in another dtype."""
+
 Hidden = Float[Tensor, "n width"]
 Weight = Float[Tensor, "vocab width"]
 PerToken = Float[Tensor, "n"]
@@ -222,16 +225,18 @@ class _HeadGradients:
         self.bias = torch.zeros_like(head.bias) if wanted[2] and head.bias is not None else None
 
     def add(self, part: slice, grad: Tensor) -> None:
-        """Add the chunk whose raw logits have this gradient. Products are in the working dtype, sums in the weight's."""
+        """Add the chunk whose raw logits have this gradient, zeros behind it. Products are in the working dtype, sums in
+        the weight's."""
         with torch.autocast(grad.device.type, enabled=False):
             if self.hidden is not None:
-                self.hidden[part] = (grad @ self._over.weight).to(self.hidden.dtype)
+                self.hidden[part] = (grad @ self._over.weight)[: part.stop - part.start].to(self.hidden.dtype)
             if self.weight is not None:
-                source = self._source[part].to(grad.dtype)
+                source = self._over.rows(self._source[part])[: len(grad)]
                 if self.weight.dtype == grad.dtype:
                     self.weight.addmm_(grad.T, source)
-                else:
-                    self.weight += grad.T @ source
+                else:  # some words at a time: the product of all is another copy of the head
+                    for weight, words in zip(self.weight.split(_WORDS), grad.split(_WORDS, dim=1), strict=True):
+                        weight += words.T @ source
             if self.bias is not None:
                 self.bias += grad.sum(0)
 

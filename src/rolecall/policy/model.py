@@ -26,6 +26,17 @@ class Outputs(NamedTuple):
     """The exact KL to the reference, if one was given to compare with."""
 
 
+class _Kept(NamedTuple):
+    """A pass through the trunks whose backward pass is still to come, and what it was of."""
+
+    ids: Tensor
+    asked: Tensor
+    picked: Tensor
+    values: Tensor | None
+    weights: int
+    """Counts the changes of the weights; a pass of other weights is of no use."""
+
+
 RowLoss = Callable[[Outputs, slice], Tensor]
 """(outputs of some rows, which rows) -> a scalar, already divided by its denominators."""
 
@@ -44,6 +55,7 @@ class PolicyModel(nn.Module):
             raise ValueError("give a value head on the shared trunk or a separate critic, not both")
         self.model, self.value_head, self.critic = model, value_head, critic
         self._policy_trunk: Trunk | None = None  # made when the model is on its device
+        self._kept: _Kept | None = None
 
     @property
     def has_values(self) -> bool:
@@ -58,17 +70,21 @@ class PolicyModel(nn.Module):
         temperature: float,
         loss: RowLoss | None = None,
         against: Against | None = None,
+        keep: bool = False,
     ) -> Any:
         """Scores of the wanted tokens as `Outputs`; or, given a loss, (its value, `Outputs` without gradient).
 
         The loss path computes the head's gradient on the way, in chunks of whole rows. With `against`, also the KL to
-        the reference over the whole vocabulary at every wanted position.
+        the reference over the whole vocabulary at every wanted position. With `keep`, the next call with a loss, if it
+        asks for the same of the same weights, goes on from this one's pass through the trunks.
         """
         # Token t is read from the hidden state at t - 1; token 0 has none before it.
         asked = wanted[:, 1:]
         targets = ids[:, 1:][asked]
-        picked = self._hidden(ids, asked)
-        values = self._values(ids, picked, asked)
+        if loss is None:
+            picked, values = self._keep(ids, asked) if keep else self._pass(ids, asked)
+        else:
+            picked, values = self._taken(ids, asked) or self._pass(ids, asked)
         head = self._head(temperature)
         kl = None if against is None else exact_token_kl(picked, head, *against(ids, asked, temperature))
         held = [x for x in (values, kl) if x is not None]
@@ -133,6 +149,34 @@ class PolicyModel(nn.Module):
     def _hidden(self, ids: Tensor, asked: Tensor) -> Tensor:
         """[n, width] what the asked tokens are read from."""
         return self._trunk()(ids, nn.functional.pad(asked, (0, 1)))
+
+    def _pass(self, ids: Tensor, asked: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[n, width] what the asked tokens are read from, and [n] their values."""
+        picked = self._hidden(ids, asked)
+        return picked, self._values(ids, picked, asked)
+
+    def _keep(self, ids: Tensor, asked: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A pass whose gradient is kept for the update that follows."""
+        with torch.enable_grad():
+            picked, values = self._pass(ids, asked)
+        self._kept = _Kept(ids, asked, picked, values, self._weights_changed())
+        return picked.detach(), None if values is None else values.detach()
+
+    def _taken(self, ids: Tensor, asked: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """What was kept, once, if it is of these tokens and of the weights as they are."""
+        kept, self._kept = self._kept, None
+        if kept is None or kept.weights != self._weights_changed():
+            return None
+        if not (torch.equal(kept.ids, ids) and torch.equal(kept.asked, asked)):
+            return None
+        return kept.picked, kept.values
+
+    def forget(self) -> None:
+        """Drop what was kept. Fused optimisers must say so: they do not count as changes of the weights they move."""
+        self._kept = None
+
+    def _weights_changed(self) -> int:
+        return sum(parameter._version for parameter in self.parameters())
 
     def _values(self, ids: Tensor, picked: Tensor, asked: Tensor) -> Tensor | None:
         if self.value_head is not None:

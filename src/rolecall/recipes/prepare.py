@@ -77,6 +77,13 @@ class Preparer:
             return None
         return self.reference.read
 
+    @property
+    def _first_step_is_all(self) -> bool:
+        """True if the first optimiser step trains on what was just scored. Ranks wait for each other in backward passes,
+        so there the two stay apart."""
+        one = self.updater.accelerator.num_processes == 1
+        return one and self.options.algorithm.minibatches == 1 and not self.options.replay.on
+
     def __call__(
         self,
         trajectories: Sequence[Trajectory],
@@ -89,8 +96,8 @@ class Preparer:
     ) -> Prepared:
         """`make` gives the algorithm once the knobs are complete; `baselines` are scores of greedy answers."""
         joined = Joined(trajectories)
-        eligible = self.rule.eligible(collate(trajectories).roles)
         batch, known = self._judged(trajectories, totals, joined, source, baselines)
+        eligible = self.rule.eligible(batch.roles)
         batch, exact = self._with_logprobs(batch, eligible, source)
         batch, kl = self._with_reference(batch, eligible, known, exact, source)
         batch = self._with_rewards(batch, eligible, kl, joined, knobs)
@@ -101,19 +108,27 @@ class Preparer:
         return Prepared(batch=compared(batch, joined, algorithm), kl=kl, algorithm=algorithm)
 
     def score(
-        self, module: torch.nn.Module, batch: Batch, wanted: Tensor, *, against: Against | None = None
+        self,
+        module: torch.nn.Module,
+        batch: Batch,
+        wanted: Tensor,
+        *,
+        against: Against | None = None,
+        keep: bool = False,
     ) -> Outputs:
-        """What a model says of the wanted positions, without gradient."""
-        return score(
-            module,
-            batch,
-            wanted,
-            temperature=self.options.sampling.scoring_temperature,
-            token_budget=self.options.optim.token_budget,
-            device=self.updater.accelerator.device,
-            against=against,
-            timer=self.timer,
-        )
+        """What a model says of the wanted positions, without gradient, in the precision of the update."""
+        with self.updater.accelerator.autocast():
+            return score(
+                module,
+                batch,
+                wanted,
+                temperature=self.options.sampling.scoring_temperature,
+                token_budget=self.options.optim.token_budget,
+                device=self.updater.accelerator.device,
+                against=against,
+                timer=self.timer,
+                keep=keep,
+            )
 
     def _judged(
         self,
@@ -170,7 +185,8 @@ class Preparer:
         if source.old_logprobs == "behaviour":
             batch = replace(batch, old_logprobs=batch.behaviour_logprobs)
         if source.old_logprobs == "recompute" or self.module.has_values or against is not None:
-            old = self.score(self.updater.module, batch, eligible, against=against)
+            keep = source.fresh and self._first_step_is_all
+            old = self.score(self.updater.module, batch, eligible, against=against, keep=keep)
             batch, exact = replace(batch, values=old.values), old.kl
             if source.old_logprobs == "recompute":
                 batch = replace(batch, old_logprobs=old.logprobs)

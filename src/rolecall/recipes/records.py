@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from rolecall.config.rl import RLOptions
+from rolecall.experience.parquet import first_table
 from rolecall.experience.store import RolloutDetails, rollouts_file
-from rolecall.experience.updates import UpdateRow, update_rows, write_updates
+from rolecall.experience.updates import MiniBatch, write_updates
 from rolecall.files import DiskError, plain
 from rolecall.maths.losses import ratio
 from rolecall.maths.roles import TrainRule, Verdict
@@ -53,6 +54,7 @@ class Records:
         self.rule = TrainRule(stop=options.algorithm.train_stop)
         self._lost = 0
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="records")
+        first_table()  # now, not in the first step
         self._writing: Future[None] | None = None
 
     def rolled_out(self, rollout: Rollout) -> None:
@@ -131,8 +133,8 @@ class Records:
             tokenizer=self.tokenizer,
         )
 
-    def _updates(self, rollout: Rollout, steps: Sequence[MiniStep]) -> list[UpdateRow]:
-        rows: list[UpdateRow] = _observed(rollout)
+    def _updates(self, rollout: Rollout, steps: Sequence[MiniStep]) -> list[MiniBatch]:
+        minibatches = _observed(rollout)
         places, trajectories = rollout.trained_places, rollout.trained_trajectories
         for mini in steps:
             batch, logprobs = mini.batch, mini.result.outputs.logprobs
@@ -143,20 +145,22 @@ class Records:
                 assert batch.behaviour_logprobs is not None
                 old = torch.where(batch.replayed[:, None], batch.behaviour_logprobs, old)
             chosen = mini.rows.tolist()
-            rows += update_rows(
-                [places[i][0] for i in chosen],
-                [places[i][1] for i in chosen],
-                [len(trajectories[i].ids) for i in chosen],
-                step=rollout.step + 1,
-                epoch=mini.epoch,
-                minibatch=mini.minibatch,
-                verdicts=batch.verdicts,
-                contributions=mini.result.contributions,
-                logprobs=_only(mask, logprobs),
-                ratio=_only(mask, ratio(logprobs, old, mask)),
-                weights=batch.weights,
+            minibatches.append(
+                MiniBatch(
+                    step=rollout.step + 1,
+                    epoch=mini.epoch,
+                    minibatch=mini.minibatch,
+                    rollout_steps=[places[i][0] for i in chosen],
+                    trajectories=[places[i][1] for i in chosen],
+                    lengths=[len(trajectories[i].ids) for i in chosen],
+                    verdicts=batch.verdicts,
+                    contributions=mini.result.contributions,
+                    logprobs=_only(mask, logprobs),
+                    ratio=_only(mask, ratio(logprobs, old, mask)),
+                    weights=batch.weights,
+                )
             )
-        return rows
+        return minibatches
 
 
 def _path(folder: Path, step: int, last: int) -> Path | None:
@@ -176,7 +180,7 @@ class _Spelt(dict[int, bytes]):
         return self[token]
 
 
-def _observed(rollout: Rollout) -> list[UpdateRow]:
+def _observed(rollout: Rollout) -> list[MiniBatch]:
     """What was only looked at: log-probs now and their ratio to those recorded, without a share in any loss."""
     replay = rollout.replay
     if replay is None or replay.batch is None or replay.joined is not None:
@@ -186,18 +190,19 @@ def _observed(rollout: Rollout) -> list[UpdateRow]:
     assert batch.old_logprobs is not None
     assert batch.behaviour_logprobs is not None
     mask = batch.verdicts == Verdict.REPLAY_OBSERVED
-    return update_rows(
-        [step for step, _ in replay.places],
-        [place for _, place in replay.places],
-        [len(t.ids) for t in replay.trajectories],
-        step=rollout.step + 1,
-        epoch=0,
-        minibatch=0,
-        verdicts=batch.verdicts,
-        contributions={},
-        logprobs=_only(mask, batch.old_logprobs),
-        ratio=_only(mask, ratio(batch.old_logprobs, batch.behaviour_logprobs, mask)),
-    )
+    return [
+        MiniBatch(
+            step=rollout.step + 1,
+            epoch=0,
+            minibatch=0,
+            rollout_steps=[step for step, _ in replay.places],
+            trajectories=[place for _, place in replay.places],
+            lengths=[len(t.ids) for t in replay.trajectories],
+            verdicts=batch.verdicts,
+            logprobs=_only(mask, batch.old_logprobs),
+            ratio=_only(mask, ratio(batch.old_logprobs, batch.behaviour_logprobs, mask)),
+        )
+    ]
 
 
 def _only(mask: Tensor, tensor: Tensor | None) -> Tensor | None:

@@ -176,10 +176,11 @@ class RLLearner:
         """Several passes over the rollout, each in several optimiser steps; then the engine gets the weights."""
         o, batch = self.options.algorithm, rollout.training
         set_lr(self.updater.optimizer, lr_factor(rollout.step, steps=self.options.steps, options=self.options.optim))
+        getattr(self.engine, "release", lambda: None)()
         steps: list[MiniStep] = []
         for epoch in range(o.epochs):
             for i, rows in enumerate(self._minibatches(batch, rollout.step, epoch)):
-                part = batch.rows(rows)
+                part = batch if o.minibatches == 1 else batch.rows(rows)
                 result = self.updater.step(
                     part,
                     rollout.algorithm.loss,

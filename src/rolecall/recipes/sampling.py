@@ -1,6 +1,7 @@
 """From a row to a request, and from a completion back to text and a trajectory."""
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -57,11 +58,9 @@ def as_completion(prompt: Any, answer: str) -> Any:
 def trajectory_of(request: Request, completion: Completion, *, group: int) -> Trajectory:
     """The whole sequence with its roles: the prompt was given, the answer's roles come from its length and finish."""
     start, length = len(request.prompt_ids), len(completion.ids)
-    stopped = torch.tensor([completion.finish is Finish.STOP])
-    roles = response_roles(torch.tensor([length]), stopped, width=length)[0].tolist()
     return Trajectory(
         ids=request.prompt_ids + completion.ids,
-        roles=(int(Role.PROMPT),) * start + tuple(roles),
+        roles=(int(Role.PROMPT),) * start + _answer_roles(length, completion.finish is Finish.STOP),
         behaviour_logprobs=(float("nan"),) * start + completion.behaviour_logprobs,
         episode=completion.sample,
         group=group,
@@ -69,3 +68,8 @@ def trajectory_of(request: Request, completion: Completion, *, group: int) -> Tr
         finish=completion.finish,
         policy_version=completion.policy_version,
     )
+
+
+@lru_cache(maxsize=8192)
+def _answer_roles(length: int, stopped: bool) -> tuple[int, ...]:
+    return tuple(response_roles(torch.tensor([length]), torch.tensor([stopped]), width=length)[0].tolist())

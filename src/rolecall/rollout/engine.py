@@ -12,7 +12,10 @@ from rolecall.types import Completion, Request, Sampling
 
 
 class Engine(Protocol):
-    """Samples answers from one set of weights. Keeps no random state: see `Request`."""
+    """Samples answers from one set of weights. Keeps no random state: see `Request`.
+
+    If it also has `release()`, that is called before an update and frees what the `load` after it brings anew.
+    """
 
     version: int
     """The policy version of the loaded weights; it is written into every completion."""
@@ -112,8 +115,9 @@ def weights_hash(weights: Mapping[str, Tensor], dtype: torch.dtype) -> str:
         columns = torch.zeros(1024, dtype=torch.int64, device=tensor.device)
         for part in tensor.reshape(-1).split(_HASHED_AT_ONCE):
             part = part.to(dtype)
-            words = part.view(torch.int16 if part.element_size() == 2 else torch.int32)
-            columns += torch.nn.functional.pad(words, (0, -len(words) % 1024)).view(-1, 1024).sum(0, dtype=torch.int64)
+            missing = -len(part) % (8 * 1024 // part.element_size())
+            part = torch.nn.functional.pad(part, (0, missing)) if missing else part
+            columns += part.view(torch.int64).view(-1, 1024).sum(0)  # may overflow: it is a fingerprint
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
         digest.update(columns.numpy(force=True).tobytes())
     return digest.hexdigest()

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from rolecall.policy.load import cast_weights
 from rolecall.rollout.engine import check_requests, check_weights, in_order, weights_hash
-from rolecall.rollout.sampler import draw, row_key, uniforms
+from rolecall.rollout.sampler import draw, row_keys, uniforms
 from rolecall.rollout.stops import StopRule
 from rolecall.types import Completion, Finish, Request
 
@@ -119,7 +119,7 @@ class _Drawer(LogitsProcessor):
 
     def __init__(self, rows: list[tuple[Request, int]], width: int) -> None:
         self._sampling = rows[0][0].sampling
-        self._keys = np.array([row_key(r.seed, r.step, r.prompt, s) for r, s in rows], dtype=np.uint64)
+        self._keys = np.concatenate([row_keys(r.seed, r.step, r.prompt, [s]) for r, s in rows])
         self._offsets = np.array([len(r.prompt_ids) - width for r, _ in rows])
         self.tokens: list[list[int]] = [[] for _ in rows]
         self.logprobs: list[list[float]] = [[] for _ in rows]

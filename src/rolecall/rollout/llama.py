@@ -77,13 +77,14 @@ class LlamaDecoder:
         self._rotary_scale: float = rotary.attention_scaling
         self._table = torch.zeros(2, 0, self.head_dim // 2)
         self.layers: list[Layer] = []
+        self.head: Linear | None = None
         self._rooms: dict[str | int, Tensor] = {}
         self.kernels = kernels_for(dtype)
 
     def load(self, weights: Mapping[str, Tensor]) -> str:
         """Take a copy of the weights in this decoder's dtype and return the hash of that copy."""
         check_weights(weights, self._shapes)
-        self.layers = []  # what is replaced need not stand beside what replaces it
+        self.release()  # what is replaced need not stand beside what replaces it
         digest = weights_hash(weights, self.dtype)
         self.embedding = self._own(weights["model.embed_tokens.weight"])
         self.norm = self._own(weights["model.norm.weight"])
@@ -91,6 +92,12 @@ class LlamaDecoder:
         self.head = Linear(self.embedding if head is None else self._own(head), None)
         self.layers = [self._layer(weights, f"model.layers.{i}.") for i in range(self.layer_count)]
         return digest
+
+    def release(self) -> None:
+        """Free the weights until the next `load`."""
+        self.layers, self._rooms = [], {}
+        self.embedding = self.norm = torch.zeros(0, dtype=self.dtype)
+        self.head = None
 
     def _own(self, weight: Tensor) -> Tensor:
         return weight.detach().to(self.dtype, copy=True)
@@ -134,6 +141,7 @@ class LlamaDecoder:
 
     def logits(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
         """Raw logits, valid until they are asked for again."""
+        assert self.head is not None
         return self.head(hidden, self._room("logits", len(hidden), self.vocabulary))
 
     def step(

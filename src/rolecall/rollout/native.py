@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rolecall.rollout.engine import check_requests, in_order
 from rolecall.rollout.llama import KVCache, LlamaDecoder
-from rolecall.rollout.sampler import Drawn, draw, row_key, uniforms
+from rolecall.rollout.sampler import Drawn, draw, row_keys, uniforms
 from rolecall.rollout.stops import StopRule
 from rolecall.types import Completion, Finish, Request
 
@@ -30,6 +30,7 @@ class _Prompt:
     request: Request
     stops: StopRule
     length: int
+    keys: list[int]
     started: int = 0
     kv: Tensor | None = None
     hidden: Tensor | None = None
@@ -81,6 +82,12 @@ class NativeEngine:
         self._loads += 1
         self.version = version
 
+    def release(self) -> None:
+        """Free weights and caches; the next `load` brings them anew."""
+        self._decoder.release()
+        self._cache = None
+        self._conversations.clear()
+
     def hash(self) -> str:
         """The fingerprint of the weights in use."""
         return self._hash
@@ -94,10 +101,13 @@ class NativeEngine:
         """Answers as they end. Other calls may be made between them, except `load`."""
         check_requests(requests, context_length=self.context_length, vocabulary=self._decoder.vocabulary)
         waiting = deque(
-            _Prompt(r, StopRule.of(r.sampling, self.stop_ids, self.tokenizer), len(r.prompt_ids)) for r in requests
+            _Prompt(r, StopRule.of(r.sampling, self.stop_ids, self.tokenizer), len(r.prompt_ids), _keys(r))
+            for r in requests
         )
         if not waiting:
             return
+        if not self._decoder.layers:
+            raise RuntimeError("the engine's weights were released; load some before asking it for answers")
         loads, cache, slots = self._loads, *self._cache_for(requests)
         rows: list[_Row] = []
         hidden = self._admit(waiting, rows, cache, slots)
@@ -147,8 +157,7 @@ class NativeEngine:
             request = prompt.request
             sample = request.first_sample + prompt.started
             cache.put(len(rows), prompt.kv)
-            key = row_key(request.seed, request.step, request.prompt, sample)
-            rows.append(_Row(prompt=prompt, sample=sample, key=key, length=prompt.length))
+            rows.append(_Row(prompt=prompt, sample=sample, key=prompt.keys[prompt.started], length=prompt.length))
             new.append(prompt.hidden)
             prompt.started += 1
             free -= 1
@@ -254,3 +263,8 @@ class NativeEngine:
         """Drop the conversations that went longest without a turn while they take more room than the cache may."""
         while sum(kv.nbytes for _, kv in self._conversations.values()) > self.cache_bytes:
             self._conversations.popitem(last=False)
+
+
+def _keys(r: Request) -> list[int]:
+    keys: list[int] = row_keys(r.seed, r.step, r.prompt, range(r.first_sample, r.first_sample + r.n)).tolist()
+    return keys

@@ -1,5 +1,6 @@
 """Drawing tokens: random numbers that belong to a token, and an inverse-CDF draw that does not walk the vocabulary."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +17,12 @@ _BROKEN = "the model's logits hold NaN or inf: its weights are broken; go back t
 _U64 = npt.NDArray[np.uint64]
 
 
-def row_key(seed: int, step: int, prompt: int, sample: int) -> int:
-    """A 64-bit key that belongs to one answer: the first four parts of (seed, step, prompt, sample, position)."""
+def row_keys(seed: int, step: int, prompt: int, samples: Sequence[int]) -> _U64:
+    """A 64-bit key per answer to a prompt: the first four parts of (seed, step, prompt, sample, position)."""
     key = np.zeros(1, dtype=np.uint64)
-    for part in (seed, step, prompt, sample):
+    for part in (seed, step, prompt):
         key = _mix(key + np.uint64(part % 2**64))
-    return int(key[0])
+    return _mix(key + np.array(samples).astype(np.uint64))
 
 
 def uniforms(keys: _U64, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

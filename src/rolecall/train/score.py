@@ -20,8 +20,13 @@ def score(
     device: torch.device | str = "cpu",
     timer: Timer | None = None,
     against: Against | None = None,
+    keep: bool = False,
 ) -> Outputs:
-    """What a `PolicyModel` says about the wanted positions, [batch, time]; 0 elsewhere. With `against`, the exact KL."""
+    """What a `PolicyModel` says about the wanted positions, [batch, time]; 0 elsewhere. With `against`, the exact KL.
+
+    With `keep`, an update of the same rows that follows at once need not begin with the same forward pass. That takes
+    the memory of the update's activations, so it is done only if all rows are one micro-batch.
+    """
     found: dict[str, Tensor] = {}
     plain = getattr(module, "module", module)  # inside DDP
     groups = batch.groups if shares_prefixes(plain) else None
@@ -30,7 +35,8 @@ def score(
         part = batch.rows(rows)
         time = max(2, int(lengths_of(part).max()))
         part = part.trimmed(time)
-        out = module(part.ids.to(device), wanted[rows, :time].to(device), temperature=temperature, against=against)
+        ids, asked = part.ids.to(device), wanted[rows, :time].to(device)
+        out = module(ids, asked, temperature=temperature, against=against, keep=keep and len(parts) == 1)
         for name, tensor in zip(Outputs._fields, out, strict=True):
             if tensor is not None:
                 found.setdefault(name, torch.zeros(batch.ids.shape))[rows, :time] = tensor.float().cpu()

@@ -154,6 +154,7 @@ class Updater:
         finite = loss_was_finite and math.isfinite(grad_norm)
         if finite:
             self.optimizer.step()
+            getattr(self.accelerator.unwrap_model(self.module), "forget", lambda: None)()
         return grad_norm, finite
 
     def _nothing(self, batch: Batch) -> StepResult:
