@@ -47,7 +47,7 @@ def main(s):
         output_dir=s["out"],
         seed=s["seed"],
         use_cpu=True,
-        bf16=s.get("bf16", False),
+        bf16=s["bf16"],
         gradient_checkpointing=False,
         max_steps=s["steps"],
         per_device_train_batch_size=s["answers"],

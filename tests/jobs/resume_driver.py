@@ -19,6 +19,7 @@ import torch
 
 from rolecall.config.merge import resolve
 from rolecall.config.rl import RLOptions
+from rolecall.experience.parquet import first_table
 from rolecall.jobs import rl, running
 from rolecall.rewards.records import Scored
 
@@ -135,6 +136,7 @@ def differing(one: Path, other: Path) -> list[str]:
 
 def interrupt(kind: str, place: Path, seed: int, saves: int, terms: int) -> dict[str, Any]:
     """Kill a run `saves` times inside a save and `terms` times at random moments, with SIGTERM and SIGKILL in turn."""
+    first_table()  # here, or every child would spend its first moments on it
     rng = random.Random(seed)
     whole, broken = place / "whole", place / "broken"
     begun = time.monotonic()

@@ -301,8 +301,8 @@ def test_a_kept_pass_is_not_used_for_other_tokens_or_other_weights():
         total, _ = module(ids, wanted, temperature=1.0, loss=lambda outputs, rows: outputs.logprobs.sum())
         return total.item()
 
-    def batch_loss():
-        return module(batch.ids, wanted, temperature=1.0).logprobs.sum()
+    def plain_loss(outputs, part):
+        return {"policy": Term(values=-outputs.logprobs, mask=trained(part), mode="token-mean")}
 
     def keep():
         with torch.no_grad():
@@ -322,7 +322,8 @@ def test_a_kept_pass_is_not_used_for_other_tokens_or_other_weights():
     assert loss_of() != plain
     learner.update(learner.collect(1))
     keep()
-    learner.updater.descend([torch.arange(1)], lambda rows: batch_loss().backward())
+    other_rows = batch.rows(torch.tensor([2, 1]))
+    learner.updater.step(other_rows, plain_loss, temperature=1.0)
     assert module._kept is None, "the optimiser's step made it stale"
 
 

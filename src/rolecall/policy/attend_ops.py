@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -33,6 +33,12 @@ class Segments:
     groups: Tensor
     """[groups + 1] the first segment of each group, and the number of segments."""
 
+    @classmethod
+    def of_rows(cls, rows: int, time: int) -> Self:
+        """Rows of one length, end to end, that share nothing."""
+        starts = torch.arange(rows + 1).mul_(time).repeat_interleave(2)[:-1]
+        return cls(starts=starts.contiguous(), groups=2 * torch.arange(rows + 1))
+
     @cached_property
     def rectangles(self) -> "Rectangles":
         """For attention in torch."""
@@ -50,6 +56,16 @@ def attend(qkv: Tensor, segments: Segments, *, heads: int, kv_heads: int) -> Ten
         return _attend(qkv, segments.rectangles, heads, kv_heads)
     mixed: Tensor = Attend.apply(qkv, segments, heads, kv_heads, kernels)
     return mixed
+
+
+def attend_into(out: Tensor, qkv: Tensor, segments: Segments, *, heads: int, kv_heads: int) -> None:
+    """The same into `out`, without gradient."""
+    kernels = library(_SOURCE) if wanted() else None
+    if kernels is None:
+        out.copy_(_attend(qkv, segments.rectangles, heads, kv_heads))
+        return
+    width = qkv.shape[1] // (heads + 2 * kv_heads)
+    _call("attend", (qkv, out, torch.empty(len(qkv), heads)), segments, (heads, kv_heads, width), kernels)
 
 
 class Attend(Function):

@@ -135,6 +135,8 @@ class FlatTrunk:
         # What nobody asked for is of no use behind the last layer's keys and values.
         kept, wanted = torch.unique(layout.place[needed], return_inverse=True)
         kept = F.pad(kept, (0, rounded_up(len(kept), dtype) - len(kept)))
+        if 8 * len(kept) > 7 * len(layout.source):  # not worth products of another size
+            kept, wanted = None, layout.place[needed]
         x = F.embedding(ids.flatten()[layout.source], decoder.embed_tokens.weight)
         cos, sin = decoder.rotary_emb(x, layout.positions[None])
         half = self.width // 2
@@ -147,7 +149,7 @@ class FlatTrunk:
             qkv = Rotate.apply(qkv, cos, sin, self.heads + self.kv_heads)
             mixed = attend(qkv, layout.segments, heads=self.heads, kv_heads=self.kv_heads)
             last = number == len(decoder.layers) - 1
-            if last:
+            if last and kept is not None:
                 x, mixed = F.embedding(kept, x), F.embedding(kept, mixed)
             added = Project.apply(mixed, 1, attention.o_proj.weight, attention.o_proj.bias)
             x, normed = _add_norm(layer.post_attention_layernorm, x, added)

@@ -127,13 +127,13 @@ class Rotate(Function):
         ctx.save_for_backward(cos, sin)
         ctx.heads = heads
         ctx.mark_dirty(qkv)
-        return _rotated(qkv, cos, sin, heads, 1.0)
+        return rotated(qkv, cos, sin, heads, 1.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
         # In place: attention has just made it, and nobody else holds it.
-        return _rotated(grad.contiguous(), cos, sin, ctx.heads, -1.0), None, None, None
+        return rotated(grad.contiguous(), cos, sin, ctx.heads, -1.0), None, None, None
 
 
 class GatedMlp(Function):
@@ -182,8 +182,8 @@ def _gated(gate_up: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
 
-def _rotated(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float) -> Tensor:
-    """qkv with its first heads rotated in place."""
+def rotated(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float) -> Tensor:
+    """Rotary positions on the first heads of qkv [rows, ...], in place; sign -1 turns them back. cos, sin [rows, half]."""
     rows, half = cos.shape
     kernels = _kernels(qkv.dtype, qkv, cos)
     if kernels is not None:

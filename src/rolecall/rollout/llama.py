@@ -7,7 +7,7 @@ log-probs agree with the trainer's.
 Shapes: rows are sequences in the cache's slots 0..rows-1; a step feeds one token to each of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from rolecall.policy.attend_ops import Segments, attend_into
 from rolecall.policy.families import unsupported
+from rolecall.policy.flat_ops import rotated
 from rolecall.rollout.engine import check_weights, weights_hash
 from rolecall.rollout.kernels import Kernels, kernels_for
 from rolecall.rollout.linear import Linear
@@ -178,18 +180,49 @@ class LlamaDecoder:
     def _step_compiled(self, tokens: Tensor, lengths: Tensor, cache: KVCache, kernels: Kernels) -> Tensor:
         """`step` with everything between the matrix products in compiled code, without allocating in the loop."""
         cos, sin = (x.float().contiguous() for x in self._rotation(lengths))
-        x = self.embedding[tokens]
+
+        def attend(layer: int, qkv: Tensor, out: Tensor) -> None:
+            kernels.attend(qkv, cos, sin, cache.data[layer, 0], cache.data[layer, 1], lengths, out=out)
+
+        return self._run_compiled(self.embedding[tokens], attend, kernels, self._room)
+
+    def _prefill_compiled(self, ids: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """`prefill` of whole prompts in the same way; a row's numbers do not depend on the rows beside it."""
+        rows, time = ids.shape
+        cos, sin = (x.float().repeat(rows, 1) for x in self._rotation(torch.arange(time)))
+        kept = torch.empty(self.layer_count, 2, rows, self.kv_heads, time, self.head_dim, dtype=self.dtype)
+        segments = Segments.of_rows(rows, time)
+
+        def attend(layer: int, qkv: Tensor, out: Tensor) -> None:
+            rotated(qkv, cos, sin, self.heads + self.kv_heads, 1.0)
+            kv = qkv.view(rows, time, -1, self.head_dim)[:, :, self.heads :].transpose(1, 2)
+            kept[layer, 0], kept[layer, 1] = kv[:, : self.kv_heads], kv[:, self.kv_heads :]
+            attend_into(out, qkv, segments, heads=self.heads, kv_heads=self.kv_heads)
+
+        def room(name: str | int, rows: int, width: int) -> Tensor:  # a step's hidden states may be in use
+            return torch.empty(rows, width, dtype=self.dtype)
+
+        hidden = self._run_compiled(self.embedding[ids.flatten()], attend, kernels, room)
+        return hidden.view(rows, time, -1), kept
+
+    def _run_compiled(
+        self,
+        x: Tensor,
+        attend: Callable[[int, Tensor, Tensor], None],
+        kernels: Kernels,
+        room_for: Callable[[str | int, int, int], Tensor],
+    ) -> Tensor:
+        """All layers over x [rows, width], which is overwritten; `attend(layer, qkv, out)` fills `out`."""
         rows, width, middle = *x.shape, self.layers[0].down.in_features
-        room = {n: self._room(n, rows, n) for n in {self.layers[0].qkv.out_features, 2 * middle}}
-        mixed, gated = self._room("mixed", rows, self.heads * self.head_dim), self._room("gated", rows, middle)
-        normed, added = self._room("normed", rows, width), self._room("added", rows, width)
+        room = {n: room_for(n, rows, n) for n in {self.layers[0].qkv.out_features, 2 * middle}}
+        mixed, gated = room_for("mixed", rows, self.heads * self.head_dim), room_for("gated", rows, middle)
+        normed, added = room_for("normed", rows, width), room_for("added", rows, width)
         kernels.add_norm(x, None, self.layers[0].input_norm, self.eps, out=normed)
         for i, layer in enumerate(self.layers):
             qkv = layer.qkv(normed, room[layer.qkv.out_features])
             if layer.query_norm is not None and layer.key_norm is not None:
                 qkv = self._with_normed_heads(qkv, layer.query_norm, layer.key_norm)
-            keys, values = cache.data[i, 0], cache.data[i, 1]
-            kernels.attend(qkv, cos, sin, keys, values, lengths, out=mixed)
+            attend(i, qkv, mixed)
             kernels.add_norm(x, layer.out(mixed, added), layer.post_norm, self.eps, out=normed)
             kernels.gated(layer.gate_up(normed, room[2 * middle]), out=gated)
             after = self.layers[i + 1].input_norm if i + 1 < self.layer_count else self.norm
@@ -216,6 +249,8 @@ class LlamaDecoder:
 
         With `past`, rows that go on from cached prefixes of one length.
         """
+        if past is None and self.kernels is not None:
+            return self._prefill_compiled(ids, self.kernels)
         rows, time = ids.shape
         start = 0 if past is None else past.shape[4]
         cos, sin = self._rotation(torch.arange(start, start + time))

@@ -85,6 +85,7 @@ class NativeEngine:
     def release(self) -> None:
         """Free weights and caches; the next `load` brings them anew."""
         self._decoder.release()
+        self._loads += 1  # a stream that is not at its end cannot go on
         self._cache = None
         self._conversations.clear()
 

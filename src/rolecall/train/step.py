@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rolecall.experience.batches import lengths_of, micro_batches
 from rolecall.maths.reduce import denominator_of, position_weights, sequence_lengths
 from rolecall.maths.roles import Verdict
-from rolecall.policy.model import Against, Outputs, shares_prefixes
+from rolecall.policy.model import Against, Outputs, PolicyModel, shares_prefixes
 from rolecall.train.timing import Timer
 from rolecall.types import Batch
 
@@ -104,11 +104,12 @@ class Updater:
         if not int(self._over_ranks(trained(batch).sum(), "sum")):
             return self._nothing(batch)
         tally = _Tally(batch, *self._denominators(batch, loss), record=record)
+        module = self.accelerator.unwrap_model(self.module)
         rows = trained(batch).any(dim=1).nonzero().flatten()  # the others cost nothing
         parts = micro_batches(
             lengths_of(batch)[rows],
             token_budget=self.token_budget,
-            groups=batch.groups[rows] if shares_prefixes(self.accelerator.unwrap_model(self.module)) else None,
+            groups=batch.groups[rows] if shares_prefixes(module) else None,
         )
         parts = [rows[part] for part in parts]
         total: dict[str, float] = {}
@@ -121,6 +122,8 @@ class Updater:
         grad_norm, finite = self.descend(
             parts, lambda rows: self._micro_batch(batch, rows, loss, tally, temperature, against), is_finite
         )
+        if isinstance(module, PolicyModel):
+            module.forget()
         return StepResult(
             terms=total,
             loss=sum(tally.coefs[name] * term for name, term in total.items()),
@@ -154,7 +157,6 @@ class Updater:
         finite = loss_was_finite and math.isfinite(grad_norm)
         if finite:
             self.optimizer.step()
-            getattr(self.accelerator.unwrap_model(self.module), "forget", lambda: None)()
         return grad_norm, finite
 
     def _nothing(self, batch: Batch) -> StepResult:
