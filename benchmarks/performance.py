@@ -229,9 +229,10 @@ def _scaling() -> list[str]:
     ]
     out += [*_table(("step", "sampling, µs per token", "update, µs per token"), rows), ""]
     out += [
-        "Peak memory of a process that trains on 64 answers; *above* is what weights, gradient, optimiser and the sampler's"
+        "Peak memory of a process that trains on 64 answers; *above* is what weights, gradient and optimiser do not explain;",
+        "*logits* is what all logits at once would take:",
+        "",
     ]
-    out += ["copy do not explain; *logits* is what all logits at once would take:", ""]
     rows = [
         (name, f"{row['peak']:.2f} GB", f"{row['above']:.2f} GB", f"{row['logits']:.2f} GB")
         for name, row in found["memory"].items()

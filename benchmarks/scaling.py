@@ -61,8 +61,7 @@ def memory(vocabulary: int, new: int) -> dict[str, float]:
 
     weights = load_file(Path(bench_models.small(vocabulary)) / "model.safetensors")
     parameters = sum(w.numel() for w in weights.values())
-    # Weights, gradient, two moments and the sampler's copy, which holds the tied embedding twice (once packed).
-    held = (5 * parameters + 256 * vocabulary) * 4 / 1e9
+    held = 4 * parameters * 4 / 1e9  # weights, gradient and two moments; the sampler's copy is freed for the update
     return {
         "peak": found[-1]["peak_gb"],
         "held": held,

@@ -325,6 +325,10 @@ def test_a_kept_pass_is_not_used_for_other_tokens_or_other_weights():
     other_rows = batch.rows(torch.tensor([2, 1]))
     learner.updater.step(other_rows, plain_loss, temperature=1.0)
     assert module._kept is None, "the optimiser's step made it stale"
+    keep()
+    nothing = torch.full_like(batch.roles, Verdict.GIVEN)
+    learner.updater.step(dataclasses.replace(batch, verdicts=nothing), plain_loss, temperature=1.0)
+    assert module._kept is None, "it takes no memory behind a step in which nothing trained"
 
 
 def test_in_mixed_precision_the_reference_computes_as_the_policy_does(tmp_path):

@@ -101,10 +101,11 @@ class Updater:
 
         With `against` (`Reference.read`) the outputs have the exact KL to the reference.
         """
+        module = self.accelerator.unwrap_model(self.module)
         if not int(self._over_ranks(trained(batch).sum(), "sum")):
+            _forget(module)
             return self._nothing(batch)
         tally = _Tally(batch, *self._denominators(batch, loss), record=record)
-        module = self.accelerator.unwrap_model(self.module)
         rows = trained(batch).any(dim=1).nonzero().flatten()  # the others cost nothing
         parts = micro_batches(
             lengths_of(batch)[rows],
@@ -122,8 +123,7 @@ class Updater:
         grad_norm, finite = self.descend(
             parts, lambda rows: self._micro_batch(batch, rows, loss, tally, temperature, against), is_finite
         )
-        if isinstance(module, PolicyModel):
-            module.forget()
+        _forget(module)
         return StepResult(
             terms=total,
             loss=sum(tally.coefs[name] * term for name, term in total.items()),
@@ -229,6 +229,12 @@ class Updater:
         gathered = self.accelerator.gather(x.to(self.accelerator.device)[None])
         assert isinstance(gathered, Tensor)
         return (gathered.sum(0) if how == "sum" else gathered.amax(0)).to(x.device)
+
+
+def _forget(module: nn.Module) -> None:
+    """What was kept of an earlier pass is of no use behind a step."""
+    if isinstance(module, PolicyModel):
+        module.forget()
 
 
 class _Tally:
