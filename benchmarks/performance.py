@@ -179,7 +179,7 @@ def _peers() -> list[str]:
         "optimiser step per rollout, so the old log-probs are the trainer's own and the sampler's rounding does not enter the",
         "ratio; PPO scores the answers again before its epochs, and that time is part of the step (its first epoch goes on",
         "from that pass). The reward model computes in fp32 on both sides. Ours works on half of the rows of the first GRPO step at",
-        "a time (`optim.token_budget 1500`), elsewhere on all of them.",
+        "a time (`optim.token_budget 1500`), elsewhere on as many as the default of 8,192 tokens holds.",
         "",
     ]
     return more if lines else []

@@ -58,6 +58,19 @@ def test_hash_of_strided_and_scalar_tensors(dtype):
     assert weights_hash({"m": torch.tensor(1.0)}, dtype) != weights_hash({"m": torch.tensor(2.0)}, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [1, 4095, 4096, 8192, 2**20 + 3])
+def test_hash_of_a_slice_of_a_larger_tensor(dtype, length):
+    """Weights may be views into one buffer, wherever they begin in it."""
+    whole = torch.randn(length + 4, generator=torch.Generator().manual_seed(2)).to(dtype)
+    for offset in range(4):
+        part = whole[offset : offset + length]
+        assert weights_hash({"w": part}, dtype) == weights_hash({"w": part.clone()}, dtype)
+        other = part.clone()
+        other[-1] += 1
+        assert weights_hash({"w": part}, dtype) != weights_hash({"w": other}, dtype)
+
+
 def request(**changes):
     return replace(Request(prompt_ids=(1, 2, 3), sampling=Sampling()), **changes)
 

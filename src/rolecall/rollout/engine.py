@@ -115,8 +115,10 @@ def weights_hash(weights: Mapping[str, Tensor], dtype: torch.dtype) -> str:
         columns = torch.zeros(1024, dtype=torch.int64, device=tensor.device)
         for part in tensor.reshape(-1).split(_HASHED_AT_ONCE):
             part = part.to(dtype)
-            missing = -len(part) % (8 * 1024 // part.element_size())
-            part = torch.nn.functional.pad(part, (0, missing)) if missing else part
+            words = 8 // part.element_size()  # that are summed as one
+            missing = -len(part) % (words * 1024)
+            if missing or part.storage_offset() % words:  # a slice of something larger may begin anywhere
+                part = torch.nn.functional.pad(part, (0, missing))
             columns += part.view(torch.int64).view(-1, 1024).sum(0)  # may overflow: it is a fingerprint
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
         digest.update(columns.numpy(force=True).tobytes())
