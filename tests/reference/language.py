@@ -50,12 +50,13 @@ class Reference:
         config: dict[str, Any],
         model: Any,
         *,
-        score: Callable[[str, dict], float | None],
-        rows: Sequence[dict],
+        score: Callable[[dict], float | None],
+        number: Callable[[dict], int] = lambda row: row["sample"],
         blackout: Callable[[Sequence[int]], Sequence[bool]] = lambda ids: [False] * len(ids),
     ) -> None:
-        """`model` holds the weights before the first step; `score(answer, row)` is the reward."""
-        self.config, self.o, self.score, self.rows = config, config["algorithm"], score, rows
+        """`model` holds the weights before the first step. `score(record)` is the reward; `number(record)` is the number
+        that the answer was sampled under."""
+        self.config, self.o, self.score, self.number = config, config["algorithm"], score, number
         self.blackout = blackout
         self.model = model.double()
         self.parameters = dict(model.named_parameters())
@@ -127,9 +128,9 @@ class Reference:
         places = [t for t, yes in enumerate(eligible) if yes]
         step, prompts = row["step"] - 1, self.config["prompts"]
         for t in places:
-            u = uniform(row["seed"], step, row["group"] - step * prompts, row["sample"], t)
+            u = uniform(row["seed"], step, row["group"] - step * prompts, self.number(row), t)
             assert ids[t] in drawn(spread[t], u), f"token {t} of group {row['group']} is not the one that was drawn"
-        total = self.score(row["answer_text"], self.rows[row["prompt"]])
+        total = self.score(row)
         now = {t: float(spread[t, ids[t]]) for t in places}
         ref = {} if frozen is None else {t: float(frozen[t, ids[t]]) for t in places}
         rewards = [0.0] * len(ids)
@@ -140,7 +141,7 @@ class Reference:
         if total is not None and places:
             rewards[places[-1]] += total
         return {
-            "group": row["group"],
+            "compared": (row["group"], row["agent"]),
             "ids": ids,
             "places": places,
             "total": total,
@@ -165,7 +166,8 @@ class Reference:
         """Adds `advantages` and, with a critic, `returns`, by position."""
         if self.o["name"] == "grpo":
             for answer in answers:
-                mates = [a["total"] for a in answers if a["group"] == answer["group"] and a["total"] is not None]
+                mates = [a["total"] for a in answers if a["compared"] == answer["compared"]]
+                mates = [x for x in mates if x is not None]
                 mean = sum(mates) / len(mates)
                 deviation = math.sqrt(sum((x - mean) ** 2 for x in mates) / (len(mates) - 1))
                 worth = 0.0 if answer["total"] is None else (answer["total"] - mean) / (deviation + 1e-4)
@@ -174,7 +176,7 @@ class Reference:
         assert self.o["name"] == "ppo"
         scale = 1.0
         if self.o["whiten_rewards"]:
-            held = [a["rewards"][t] for a in answers for t in a["places"]]
+            held = [a["rewards"][t] for a in answers for t in a["places"] if self.trained(a)]
             mean = sum(held) / len(held)
             scale = 1 / math.sqrt(sum((x - mean) ** 2 for x in held) / len(held) + 1e-8)
             for answer in answers:

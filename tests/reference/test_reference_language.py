@@ -8,7 +8,7 @@ import pytest
 import torch
 from language import OBSERVED, TRAINED, Reference
 from safetensors.torch import load_file
-from scoring import reward, score
+from scoring import Duel, duel_score, reward, score
 
 import rolecall
 from rolecall.policy.load import load
@@ -44,7 +44,8 @@ def reference_of(run, **more):
     config = json.loads((run.path / "config.json").read_text())
     torch.manual_seed(0)
     model = load("tiny").model
-    return Reference(config, model, score=lambda text, row: score(text, row["worth"]), rows=ROWS, **more)
+    more.setdefault("score", lambda row: score(row["answer_text"], ROWS[row["prompt"]]["worth"]))
+    return Reference(config, model, **more)
 
 
 def records(run, kind, step):
@@ -209,3 +210,20 @@ def test_steps_with_replay(tmp_path, mode):
         list(check_update(reference, places, updates, step=step))
     assert replayed, "the test is about steps that replay"
     check_weights(reference, run)
+
+
+def test_a_step_of_two_players_of_one_policy(tmp_path):
+    run = train(tmp_path, "grpo", env=Duel, reward=None)
+    said = {}
+    for row in [row for step in range(1, STEPS + 1) for row in records(run, "rollouts", step)]:
+        written = [t for turn in row["turns"] for t in range(turn["start"], turn["end"])]
+        assert [t for t, v in enumerate(row["verdicts"]) if v == TRAINED] == written, "all that it wrote, nothing else"
+        assert len(row["turns"]) == {"ada": 2, "bob": 1}[row["agent"]]
+        if row["agent"] == "ada":  # who had the last word has heard everything
+            words = [(m.get("author") or "ada", m["content"]) for m in row["messages"][1:]]
+            said[row["group"], row["episode"]] = words
+    walk(
+        run,
+        score=lambda row: duel_score(row["agent"], said[row["group"], row["episode"]]),
+        number=lambda row: Duel.players.index(row["agent"]) * 4 + row["sample"],
+    )
