@@ -171,7 +171,7 @@ class Reference:
                 mean = sum(mates) / len(mates)
                 deviation = math.sqrt(sum((x - mean) ** 2 for x in mates) / (len(mates) - 1))
                 worth = 0.0 if answer["total"] is None else (answer["total"] - mean) / (deviation + 1e-4)
-                answer["advantages"] = {t: worth for t in answer["places"]}
+                answer["advantages"] = dict.fromkeys(answer["places"], worth)
             return
         assert self.o["name"] == "ppo"
         scale = 1.0
