@@ -194,10 +194,10 @@ def regularisers(o: AlgorithmOptions, knobs: Knobs, out: Outputs, batch: Batch) 
     """The KL to the reference, if it is in the loss, and the entropy bonus."""
     mask, terms = trained(batch), {}
     if o.kl_coef and o.kl_in == "loss":
-        if o.kl_kind == "exact":
+        if o.kl_estimator == "exact":
             kl = torch.where(mask, need(out.kl), 0)
         else:
-            kl = kl_estimate(out.logprobs, need(batch.ref_logprobs), mask, kind=o.kl_kind, straight_through=True)
+            kl = kl_estimate(out.logprobs, need(batch.ref_logprobs), mask, kind=o.kl_estimator, straight_through=True)
         terms["kl"] = policy_term(o, knobs, kl, batch, coef=knobs.kl_coef)
     if o.entropy_coef or o.entropy_target is not None:
         values = torch.where(mask, out.entropy, 0)
