@@ -1,5 +1,7 @@
 """The ring of episodes."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded import episode_lists, recorded
 
-from rolecall.marl.buffer import EpisodeBuffer
+from rolecall.marl.buffer import EpisodeBuffer, inclusion_chances, systematic_draw
 
 
 def same(a, b):
@@ -106,21 +108,77 @@ def test_no_episode_is_drawn_twice_at_a_time():
         assert len(set(buffer.sample(6).index.tolist())) == 6
 
 
-def test_priorities_steer_the_draws_and_weights_undo_it():
-    buffer = EpisodeBuffer(4, seed=0, alpha=1.0, beta=1.0)
-    buffer.add(recorded([3] * 4, ["end"] * 4, time=5))
-    buffer.set_priorities(torch.arange(4), torch.tensor([1.0, 1.0, 1.0, 9.0]))
+def prioritised(priorities, **more):
+    count = len(priorities)
+    buffer = EpisodeBuffer(count, seed=0, **{"alpha": 1.0, "beta": 1.0, **more})
+    buffer.add(recorded([1] * count, ["end"] * count, time=2, obs=1))
+    buffer.set_priorities(torch.arange(count), torch.tensor(priorities))
+    return buffer
+
+
+def test_priorities_steer_the_draws():
+    buffer = prioritised([1.0, 1.0, 1.0, 9.0])
     counts = torch.zeros(4)
-    for _ in range(3000):
+    for _ in range(2000):
         drawn = buffer.sample(1)
         counts[drawn.index] += 1
+        assert drawn.weights.tolist() == pytest.approx([1.0 if int(drawn.index) < 3 else 1 / 9], rel=1e-4)
     assert counts[3] / counts.sum() == pytest.approx(0.75, abs=0.03)
-    pair = buffer.sample(4)
-    weights = dict(zip(pair.index.tolist(), pair.weights.tolist(), strict=True))
-    assert weights[0] == pytest.approx(1.0)
-    assert weights[3] == pytest.approx(1 / 9, rel=1e-4)
+    assert buffer.sample(4).weights.tolist() == [1.0] * 4, "all of them are drawn: nothing to undo"
     buffer.set_priorities(torch.arange(4), torch.full((4,), torch.nan))
     assert torch.isfinite(buffer.state_dict()["priorities"]).all()
+
+
+@pytest.mark.parametrize("held", [32, 64, 640])
+def test_at_beta_1_weights_undo_the_draws_exactly(held):
+    """Half of the episodes have ten times the priority of the others; 32 are drawn. Whatever is summed over draws with
+    its weights has the mean of the buffer: here the share of the low ones, and any numbers at all."""
+    buffer = prioritised([1.0] * (held // 2) + [10.0] * (held // 2))
+    numbers = torch.randn(held, generator=torch.Generator().manual_seed(held)).double()
+    low = high = total = weight = 0.0
+    for _ in range(1500):
+        index, weights = (drawn := buffer.sample(32)).index, drawn.weights.double()
+        low, high = low + float(weights[index < held // 2].sum()), high + float(weights[index >= held // 2].sum())
+        total, weight = total + float((weights * numbers[index]).sum()), weight + float(weights.sum())
+        assert len(set(index.tolist())) == 32
+    assert low / high == pytest.approx(1, abs=0.06)
+    assert total / weight == pytest.approx(float(numbers.mean()), abs=0.05)
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12), st.data())
+def test_chances_to_be_drawn_are_exact(sizes, data):
+    """Every start of the points, and so every draw of one order, enumerated: each index is hit over as much of [0, 1) as
+    its chance says."""
+    count = data.draw(st.integers(1, len(sizes)))
+    chances = inclusion_chances(np.array(sizes), count)
+    assert chances.sum() == pytest.approx(count)
+    assert (chances <= 1).all()
+    below = chances < 1
+    shares = chances[below] / np.array(sizes)[below]
+    assert shares == pytest.approx(shares[:1].repeat(len(shares)), rel=1e-6)
+    if below.any():
+        assert (np.array(sizes)[~below] * shares[0] >= 1 - 1e-6).all(), "those above 1 are certain, and no others"
+
+    class From:
+        """Chance that is given."""
+
+        def __init__(self, start):
+            self.start = start
+
+        def permutation(self, of):
+            return of[::-1]
+
+        def random(self):
+            return self.start
+
+    # The draw changes only where a point meets an end: between two of these fractions it stays.
+    marks = sorted({0.0, 1.0, *(float(x) for x in chances[below][::-1].cumsum() % 1)})
+    found = np.zeros(len(sizes))
+    for start, end in itertools.pairwise(marks):
+        drawn = systematic_draw(chances, From((start + end) / 2))
+        assert len(set(drawn.tolist())) == len(drawn) == count
+        found[drawn] += end - start
+    assert found == pytest.approx(chances, abs=1e-6)
 
 
 def test_wrong_uses_are_named():

@@ -92,30 +92,12 @@ def test_an_episode_that_never_began_is_padding():
     assert batch.bootstrap.tolist() == [False, False]
 
 
-def test_what_is_paid_while_an_agent_has_no_choice_belongs_to_its_last_choice():
-    batch = recorded([4], ["end"], time=5, team=False)
-    batch.reward[0, :4, 0] = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    batch.reward[0, :4, 1] = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    batch.present[0, 1:3, 0] = False
-    batch.present[0, 0, 1] = False
-    found = batch.rewards_of(batch.eligible)[0].T.tolist()
-    assert found == [[6.0, 0.0, 0.0, 4.0, 0.0], [0.0, 2.0, 3.0, 4.0, 0.0]]
-
-
-@given(episode_lists(), st.integers(0, 2**20 - 1), st.booleans())
-def test_rewards_of_choices_against_a_loop(episodes, absent, team):
-    batch = recorded(*episodes, time=9, garbage=True, team=team)
-    bits = torch.tensor([(absent >> i) & 1 for i in range(18)]).bool().view(9, 2)
-    batch.present[:] = ~bits
-    expected = torch.zeros(len(batch), 9, 2)
-    for b in range(len(batch)):
-        for a in range(2):
-            last = None
-            for t in range(int(batch.lengths[b])):
-                last = t if batch.present[b, t, a] else last
-                if last is not None:
-                    expected[b, last, a] += batch.reward[b, t, 0 if team else a]
-    torch.testing.assert_close(batch.rewards_of(batch.eligible), expected)
+@pytest.mark.parametrize("team", [True, False])
+def test_rewards_are_those_of_steps_that_happened(team):
+    batch = recorded([2, 4], ["end", "cut"], time=6, garbage=True, team=team)
+    paid = torch.where(batch.valid[..., None], batch.reward, 0.0)
+    assert torch.equal(batch.paid(2), paid.expand(-1, -1, 2))
+    assert torch.equal(batch.paid(1), paid.sum(-1, keepdim=True))
 
 
 @given(episode_lists())

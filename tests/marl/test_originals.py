@@ -61,7 +61,7 @@ def test_2_no_value_behind_an_end_enters_a_target():
     values = torch.full((1, 6), 7.0)
     theirs = epymarl_nstep(batch.reward[..., 0][:, :5], values, batch.valid[:, :5].float(), gamma=1.0, n=5)
     assert float(theirs[0, 0]) > 7, "the value of padding leaks in"
-    rewards, valid = batch.rewards_of(batch.valid[..., None])[..., 0], batch.valid
+    rewards, valid = batch.paid(1)[..., 0], batch.valid
     behind = batch.behind(values)
     for targets in (
         nstep_targets(rewards, values, valid, gamma=1.0, n=5, bootstrap=behind),

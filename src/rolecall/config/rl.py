@@ -22,6 +22,9 @@ from rolecall.config.sampling import Sampling
 COMPARING = ("grpo", "rloo", "opo", "reinforce++-baseline")
 """Algorithms that compare the answers to a prompt with each other: from equal scores they learn nothing."""
 
+KL_IN_REWARD = ("k1", "clamp")
+"""Kinds of KL whose place may be the reward."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmOptions:
@@ -56,10 +59,14 @@ class AlgorithmOptions:
     """Where the ratio's denominator comes from. `auto`: detach with one optimiser step per rollout, else recompute."""
     kl_coef: float = 0.0
     """Weight of the KL to the reference; 0 needs no reference."""
-    kl_kind: Literal["k1", "clamp", "k2", "k3", "abs", "exact"] = "k3"
-    """The KL estimate; `exact` is no estimate but the KL over the whole vocabulary, for one more product with the head."""
+    kl_kind: Literal["auto", "k1", "clamp", "k2", "k3", "abs", "exact"] = "auto"
+    """The KL estimate; `exact` is no estimate but the KL over the whole vocabulary, for one more product with the head.
+    In the reward only k1, and `clamp`, its one-sided form, pull towards the reference. `auto`: k1 in the reward, k3 in
+    the loss."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where it goes. In the loss it gets the gradient of KL(policy || reference) whatever its kind."""
+    kl_warmup: int = 0
+    """Steps over which the weight of the KL rises from 0 to kl_coef, in even parts."""
     kl_target: float | None = None
     """Steer kl_coef so that the KL per answer stays near this."""
     kl_horizon: float = 10_000.0
@@ -113,8 +120,7 @@ class AlgorithmOptions:
         self._check_steps()
         self._check_critic()
         self._check_loss()
-        if self.kl_target is not None and self.kl_coef <= 0:
-            raise ValueError("kl_target steers kl_coef, which must start above 0")
+        self._check_kl()
         if self.entropy_target is not None and not (
             self.entropy_rate > 0 and 0 <= self.entropy_coef <= self.entropy_max
         ):
@@ -160,6 +166,28 @@ class AlgorithmOptions:
             )
         if self.policy_loss != "clip" and self.dual_clip is not None:
             raise ValueError(f"dual_clip belongs to the loss clip, not to {self.policy_loss}: leave it out")
+
+    def _check_kl(self) -> None:
+        if self.kl_in == "reward" and self.kl_estimator not in KL_IN_REWARD:
+            raise ValueError(
+                f"kl_kind {self.kl_kind} in the reward does not pull the policy towards the reference; set "
+                f"algorithm.kl_kind k1, or algorithm.kl_in loss"
+            )
+        if self.kl_target is not None and self.kl_coef <= 0:
+            raise ValueError("kl_target steers kl_coef, which must start above 0")
+        if self.kl_warmup < 0:
+            raise ValueError(f"kl_warmup is a number of steps, got {self.kl_warmup}")
+        if self.kl_warmup and (self.kl_coef <= 0 or self.kl_target is not None):
+            raise ValueError(
+                "kl_warmup needs a kl_coef above 0 to rise to, and no kl_target, which steers it otherwise"
+            )
+
+    @property
+    def kl_estimator(self) -> str:
+        """The KL that is really used."""
+        if self.kl_kind != "auto":
+            return self.kl_kind
+        return "k1" if self.kl_in == "reward" else "k3"
 
     @property
     def policy_loss(self) -> str:
@@ -309,7 +337,7 @@ def plan(options: RLOptions) -> str:
         f"about {per_step} answers each, in micro-batches of up to {options.optim.token_budget:,} tokens",
         ranks_line(options.prompts, "prompts"),
         logits_line(options.model, options.optim.token_budget),
-        f"old log-probs: {options.old_source}; reference: {'yes' if o.kl_coef else 'no'}; critic: {o.critic}",
+        f"old log-probs: {options.old_source}; reference: {_reference(o)}; critic: {o.critic}",
         f"in all: {options.steps} steps, {options.steps * answers:,} answers, "
         f"{options.steps * o.epochs * o.minibatches:,} optimiser steps",
     ]
@@ -324,6 +352,13 @@ def plan(options: RLOptions) -> str:
     if o.epochs * o.minibatches > 1:
         lines.append("after the first optimiser step of a rollout the policy is ahead of the one that sampled")
     return "\n".join(lines)
+
+
+def _reference(o: AlgorithmOptions) -> str:
+    if not o.kl_coef:
+        return "no"
+    rising = f", rising over {o.kl_warmup} steps" if o.kl_warmup else ""
+    return f"yes (KL {o.kl_estimator} in the {o.kl_in}, weight {o.kl_coef:g}{rising})"
 
 
 def _replay_plan(options: RLOptions) -> list[str]:

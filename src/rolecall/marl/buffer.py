@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rolecall.marl.episodes import EpisodeBatch
@@ -20,14 +21,44 @@ class Draw:
     index: Tensor
     """[batch] int64: where they lie, for `EpisodeBuffer.set_priorities`."""
     weights: Tensor
-    """[batch] float: what undoes the bias of drawing by priority; 1 without priorities."""
+    """[batch] float: undoes the bias of drawing by priority; 1 without priorities."""
+
+
+def inclusion_chances(sizes: NDArray[np.float64], count: int) -> NDArray[np.float64]:
+    """The chance of each to be among `count` different ones: proportional to its size, but at most 1; they sum to count.
+
+    What would exceed 1 is certain, and the rest share what is left:   sizes 6 1 1, count 2  ->  1, 0.5, 0.5
+    """
+    certain = np.zeros(len(sizes), bool)
+    while True:
+        chances = np.ones(len(sizes))
+        chances[~certain] = (count - certain.sum()) * sizes[~certain] / sizes[~certain].sum()
+        more = ~certain & (chances > 1 - 1e-12)  # nearly certain is certain: rounding must not draw one of them twice
+        if not more.any():
+            return chances
+        certain |= more
+
+
+def systematic_draw(chances: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.int64]:
+    """Different indices, each with exactly its chance (Madow 1949).
+
+    The chances are laid end to end in random order; points one apart, from a random start below 1, hit what is drawn.
+    """
+    certain = np.flatnonzero(chances == 1)
+    order = rng.permutation(np.flatnonzero(chances < 1))
+    ends = chances[order].cumsum()
+    points = rng.random() + np.arange(round(float(chances[order].sum())))
+    hit = ends.searchsorted(points, side="right").clip(max=len(order) - 1)  # the sum of the chances is rounded
+    return np.concatenate([certain, order[hit]])
 
 
 class EpisodeBuffer:
     """The last `capacity` episodes. The n-th draw is a function of the seed, n and the content: no state is shared.
 
-    With `alpha` > 0 episodes are drawn in proportion to priority ** alpha, and weighed by (size x probability) ** -beta,
-    the largest weight being 1 (Schaul et al. 2015, arXiv 1511.05952). A new episode has the largest priority so far.
+    With `alpha` > 0 the chance to be in a draw is proportional to priority ** alpha, up to 1, and an episode is weighed by
+    chance ** -beta, the largest weight in the buffer being 1 (Schaul et al. 2015, arXiv 1511.05952, who draw with
+    replacement). With beta = 1 the weighted sum of anything over a draw is, in the mean over draws, proportional to its sum
+    over the buffer. A new episode has the largest priority so far.
     """
 
     def __init__(self, capacity: int, *, seed: int, alpha: float = 0.0, beta: float = 0.4) -> None:
@@ -69,15 +100,13 @@ class EpisodeBuffer:
         rng = np.random.default_rng([self.seed, self._draws])
         self._draws += 1
         count = min(count, self._size)
-        chances = None
         if self.alpha > 0:
-            powers = self._priorities[: self._size].numpy() ** self.alpha
-            chances = powers / powers.sum()
-        index = torch.from_numpy(rng.choice(self._size, size=count, replace=False, p=chances))
-        weights = torch.ones(count)
-        if chances is not None:
-            raw = (self._size * torch.from_numpy(chances)[index]) ** -self.beta
-            weights = (raw / raw.max()).float()
+            chances = inclusion_chances(self._priorities[: self._size].numpy() ** self.alpha, count)
+            index = torch.from_numpy(systematic_draw(chances, rng))
+            weights = torch.from_numpy((chances[chances > 0].min() / chances[index.numpy()]) ** self.beta).float()
+        else:
+            index = torch.from_numpy(rng.choice(self._size, size=count, replace=False))
+            weights = torch.ones(count)
         filled = self._data["filled"][index]
         width = max(1, int(filled.sum(1).max()))
         taken = {name: held[index, :width] for name, held in self._data.items()}  # indexing by a tensor copies

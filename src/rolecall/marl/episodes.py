@@ -116,9 +116,14 @@ class EpisodeBatch:
         return episode_roles(self.filled[..., 0], self.terminated[..., 0], self.truncated[..., 0])
 
     @cached_property
+    def there(self) -> Tensor:
+        """[batch, time, agent] bool: the agent is there, with a choice or without; also in the slot behind the end."""
+        return self.filled & self.present
+
+    @cached_property
     def able(self) -> Tensor:
         """[batch, time, agent] bool: the agent is there and has something to choose; also in the slot behind the end."""
-        return self.filled & self.present & (self.avail_actions.sum(-1) > 1)
+        return self.there & (self.avail_actions.sum(-1) > 1)
 
     @cached_property
     def roles(self) -> Tensor:
@@ -166,23 +171,12 @@ class EpisodeBatch:
         cut = self.bootstrap.view(-1, *[1] * (taken.dim() - 1))
         return torch.where(cut, taken, 0)
 
-    def rewards_of(self, chooses: Tensor) -> Tensor:
-        """Rewards [batch, time, n] at the steps where someone chooses.
-
-        `chooses` is [batch, time, n], one column per agent or one for the team. What is paid while nobody chooses (an
-        absent agent, a forced move) belongs to the last choice before it, and to nobody if there is none.
-
-            chooses   1 0 0 1            rewards   1 2 3 4            ->   6 0 0 4
-        """
+    def paid(self, columns: int) -> Tensor:
+        """[batch, time, columns]: rewards of the steps that happened, of each agent or, in one column, of the team."""
         paid = torch.where(self.valid[..., None], self.reward, 0.0)
-        if paid.shape[-1] > chooses.shape[-1]:
+        if paid.shape[-1] > columns:
             paid = paid.sum(-1, keepdim=True)
-        paid = paid.expand_as(chooses)
-        if bool((chooses == self.valid[..., None]).all()):
-            return paid
-        steps = torch.arange(chooses.shape[1], device=chooses.device)[None, :, None]
-        last = torch.where(chooses, steps, -1).cummax(dim=1).values
-        return torch.zeros_like(paid).scatter_add(1, last.clamp(min=0), torch.where(last >= 0, paid, 0.0))
+        return paid.expand(-1, -1, columns)
 
     # -- other batches ---------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """IPPO and MAPPO: PPO for each agent, with a critic of its own observation or of the whole state.
 
 Each agent's steps are a row [time] of `maths.returns.gae` and `maths.losses.ppo_clip`: the same functions that train
-language models. A row's positions are the steps at which the agent chose.
+language models. The policy learns from the steps at which the agent chose, the critic from all at which it was there.
 """
 
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from rolecall.marl.episodes import EpisodeBatch
 from rolecall.marl.moments import RunningMoments
 from rolecall.marl.nets import Agents, Critic
+from rolecall.marl.returns import advantages_and_returns, as_rows
 from rolecall.marl.scoring import action_scores, agent_inputs, available
 from rolecall.maths.losses import entropy, ppo_clip, value_clip
 from rolecall.maths.reduce import aggregate, masked_mean, masked_whiten
-from rolecall.maths.returns import gae
 
 View = Literal["own", "state"]
 
@@ -51,12 +51,15 @@ class Steps:
     actions: Tensor
     avail: Tensor
     mask: Tensor
+    """Steps at which the agent chose: the policy learns from them."""
+    there: Tensor
+    """Steps at which it was there, with a choice or without: the critic learns from them."""
     old_logprobs: Tensor | None
     """None before the first of several passes over everything, which finds them."""
     old_values: Tensor
     """On the critic's own scale."""
     advantages: Tensor
-    """Whitened over the steps that count."""
+    """Whitened over the steps with a choice."""
     returns: Tensor
     """On the critic's own scale."""
 
@@ -77,7 +80,7 @@ class Steps:
         return {name: None if tensor is None else tensor[index] for name, tensor in held.items()}
 
 
-_TENSORS = ("seen", "agent", "actions", "avail", "mask", "old_logprobs", "old_values", "advantages", "returns")
+_TENSORS = ("seen", "agent", "actions", "avail", "mask", "there", "old_logprobs", "old_values", "advantages", "returns")
 
 
 @torch.no_grad()
@@ -99,49 +102,50 @@ def prepare(
     said = module.critic(seen[filled])
     own = said.new_zeros(seen.shape[:3]).masked_scatter(filled[..., None], said)  # on the critic's own scale
     values = own if moments is None else moments.restore(own)
-    mask = _rows(batch.eligible)
-    behind = batch.behind(torch.where(batch.able, values, 0.0)).flatten()
-    rewards = _rows(batch.rewards_of(batch.eligible))
-    advantages, returns = gae(rewards, _rows(values), mask, gamma=gamma, lam=lam, bootstrap=behind)
+    mask, there = as_rows(batch.eligible), as_rows(batch.there & batch.valid[..., None])
+    rewards = batch.paid(values.shape[2])
+    advantages, returns = advantages_and_returns(batch, rewards, values, batch.there, gamma=gamma, lam=lam)
     if moments is not None:
-        moments.update(returns, mask)
-    spread = masked_mean((returns - masked_mean(returns, mask)).square(), mask)
-    left = masked_mean((returns - _rows(values)).square(), mask) - masked_mean(returns - _rows(values), mask).square()
+        moments.update(returns, there)
+    missed = returns - as_rows(values)
+    spread = masked_mean((returns - masked_mean(returns, there)).square(), there)
+    left = masked_mean(missed.square(), there) - masked_mean(missed, there).square()
     measured = {
-        "policy/value": float(masked_mean(_rows(values), mask)),
+        "policy/value": float(masked_mean(as_rows(values), there)),
         "critic/explained_variance": float(1 - left / spread) if float(spread) > 0 else 0.0,
         "policy/advantage_abs": float(masked_mean(advantages.abs(), mask)),
     }
     old_logprobs = None
     if logprobs:
         scores = available(action_scores(module.agents, batch), batch.avail_actions)
-        old_logprobs = _rows(scores.log_softmax(-1).gather(-1, batch.actions)[..., 0])
+        old_logprobs = as_rows(scores.log_softmax(-1).gather(-1, batch.actions)[..., 0])
     if moments is not None:
         # The critic's scale has just moved: what it said before is put on the new one.
         returns, own = moments.normalise(returns), moments.normalise(values)
     steps = Steps(
         batch=batch,
         inputs=None,
-        seen=_rows(seen),
+        seen=as_rows(seen),
         agent=torch.arange(seen.shape[2]).expand(*seen.shape[:2], -1).transpose(1, 2).flatten(0, 1),
-        actions=_rows(batch.actions[..., 0]),
-        avail=_rows(batch.avail_actions),
+        actions=as_rows(batch.actions[..., 0]),
+        avail=as_rows(batch.avail_actions),
         mask=mask,
+        there=there,
         old_logprobs=old_logprobs,
-        old_values=_rows(own),
+        old_values=as_rows(own),
         advantages=masked_whiten(advantages, mask),
         returns=returns,
     )
     if not module.agents.shape.recurrent:
-        steps = _single(steps, _rows(agent_inputs(module.agents, batch)))
+        steps = _single(steps, as_rows(agent_inputs(module.agents, batch)))
     return steps, measured
 
 
 def _single(steps: Steps, inputs: Tensor) -> Steps:
-    """The steps that count, without order: [steps, 1]."""
-    taken = steps._taken(steps.mask)
+    """The steps at which an agent was there, without order: [steps, 1]."""
+    taken = steps._taken(steps.there)
     wide: dict[str, Any] = {name: None if tensor is None else tensor[:, None] for name, tensor in taken.items()}
-    return Steps(batch=None, inputs=inputs[steps.mask], **wide)
+    return Steps(batch=None, inputs=inputs[steps.there], **wide)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,23 +171,23 @@ def ppo_loss(
     vf_coef: float,
     entropy_coef: float,
 ) -> PPOLoss:
-    """policy + vf_coef value - entropy_coef entropy, each a mean over the steps that count."""
+    """policy + vf_coef value - entropy_coef entropy: means over the steps with a choice, the value over all others too."""
     if steps.batch is None:
         assert steps.inputs is not None
         scores = module.agents.at(steps.inputs, steps.agent[:, 0])[:, None]
     else:
-        scores = _rows(action_scores(module.agents, steps.batch))
-    mask = steps.mask
+        scores = as_rows(action_scores(module.agents, steps.batch))
+    mask, there = steps.mask, steps.there
     scores = available(scores, steps.avail)
     logprobs = scores.log_softmax(-1).gather(-1, steps.actions[..., None])[..., 0]
-    values = module.critic(torch.where(mask[..., None], steps.seen, 0.0))
+    values = module.critic(torch.where(there[..., None], steps.seen, 0.0))
     found = logprobs.detach()
     old = found if steps.old_logprobs is None else steps.old_logprobs
     policy = ppo_clip(logprobs, old, steps.advantages, mask, clip_low=clip, clip_high=clip)
-    value = value_clip(values, steps.old_values, steps.returns, mask, clip=clip_value)
+    value = value_clip(values, steps.old_values, steps.returns, there, clip=clip_value)
     terms = {
         "policy": aggregate(policy, mask, mode="token-mean"),
-        "value": aggregate(value, mask, mode="token-mean"),
+        "value": aggregate(value, there, mode="token-mean"),
         "entropy": aggregate(entropy(scores, mask), mask, mode="token-mean"),
     }
     with torch.no_grad():
@@ -195,8 +199,3 @@ def ppo_loss(
         }
     loss = terms["policy"] + vf_coef * terms["value"] - entropy_coef * terms["entropy"]
     return PPOLoss(loss=loss, logprobs=found, terms=terms, measured=measured)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """[batch, time, agent, …] as [batch x agent, time, …]."""
-    return x.transpose(1, 2).flatten(0, 1)

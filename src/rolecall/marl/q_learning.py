@@ -4,8 +4,8 @@
     loss = sum over steps of (Q(a_t) - y_t)^2 / steps
 
 V behind the last step is 0 if the episode ended, else that of the slot behind it. IQL learns each agent's own Q; VDN and
-QMIX learn the team's, mixed from the agents'. Targets are `maths.returns.td_lambda_targets`; lam = 0 is PyMARL's.
-A dead or absent agent has no choice: it adds nothing to the mix and nothing to the loss.
+QMIX learn the team's, mixed from the agents'. Targets count environment steps (`marl.returns`); lam = 0 is PyMARL's.
+A dead or absent agent adds nothing to the mix and nothing to the loss; one with a single action has a value like others.
 """
 
 import copy
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from rolecall.marl.episodes import EpisodeBatch
 from rolecall.marl.nets import Agents
+from rolecall.marl.returns import advantages_and_returns, as_rows
 from rolecall.marl.scoring import action_scores, agent_inputs, available
 from rolecall.maths.reduce import aggregate, masked_mean
-from rolecall.maths.returns import td_lambda_targets
 
 
 class QNetworks(nn.Module):
@@ -68,40 +68,33 @@ def q_loss(
         best = available(scores if double else theirs, batch.avail_actions).argmax(-1, keepdim=True)
         future = theirs.gather(-1, best)[..., 0]
     if live.mixer is None:
-        q, value, chooses = done, future, batch.eligible
+        q, value, there = done, future, batch.there
     else:
         assert target.mixer is not None
         q = _mixed(live.mixer, done, batch, batch.valid)
         with torch.no_grad():
             value = _mixed(target.mixer, future, batch, batch.filled[..., 0])
-        chooses = batch.eligible.any(-1, keepdim=True)
-    # An agent that is not there behind the cut has no value to go on with.
-    able = batch.able if live.mixer is None else batch.able.any(-1, keepdim=True)
-    behind = batch.behind(torch.where(able, value, 0.0))
-    rewards = scale(batch.rewards_of(chooses))
-
-    def rows(x: Tensor) -> Tensor:
-        return x.transpose(1, 2).flatten(0, 1)
-
-    mask = rows(chooses)
+        there = batch.there.any(-1, keepdim=True)
+    rewards = scale(batch.paid(there.shape[-1]))
+    mask = as_rows(there & batch.valid[..., None])
     with torch.no_grad():
-        targets = td_lambda_targets(rows(rewards), rows(value), mask, gamma=gamma, lam=lam, bootstrap=behind.flatten())
-    error = rows(q) - targets
+        _, targets = advantages_and_returns(batch, rewards, value, there, gamma=gamma, lam=lam)
+    error = as_rows(q) - targets
     squares = error.square()
     if weights is not None:
-        squares = squares * weights.repeat_interleave(chooses.shape[-1])[:, None]
+        squares = squares * weights.repeat_interleave(there.shape[-1])[:, None]
     per_row = masked_mean(error.detach().abs(), mask, dim=1)
     return QLoss(
         loss=aggregate(squares, mask, mode="token-mean"),
         errors=per_row.view(len(batch), -1).mean(1),
-        q=masked_mean(rows(q).detach(), mask),
+        q=masked_mean(as_rows(q).detach(), mask),
         target=masked_mean(targets, mask),
     )
 
 
 def _mixed(mixer: nn.Module, values: Tensor, batch: EpisodeBatch, where: Tensor) -> Tensor:
-    """[batch, time, 1]: the team's value in the slots asked for, 0 elsewhere; who has no choice adds 0."""
-    kept = torch.where(batch.able, values, 0.0)[where]
+    """[batch, time, 1]: the team's value in the slots asked for, 0 elsewhere; who is not there adds 0."""
+    kept = torch.where(batch.there, values, 0.0)[where]
     found = mixer(kept, batch.state[where])
     return found.new_zeros(where.shape).masked_scatter(where, found)[..., None]
 

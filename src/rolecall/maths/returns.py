@@ -1,7 +1,8 @@
 """Returns and advantages along time: GAE, discounted returns, n-step and TD(lambda) targets.
 
 All of them walk the positions that count and nothing else: a tool's output between two tokens of an answer is neither a
-step nor a discount. So the positions that count are moved to the front of their row, the recurrence runs there with a
+step nor a discount. (Where time passes at every step, as for agents in an environment, the mask is of the steps that
+happened, and what an agent chose is a matter of the loss: `marl.returns`.) So the positions that count are moved to the front of their row, the recurrence runs there with a
 constant discount, and the result is moved back:
 
     mask      1 1 0 0 0 1 1           slots     1 2 0 0 0 3 4       (slot 0 collects what does not count)

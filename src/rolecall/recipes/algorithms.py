@@ -109,12 +109,12 @@ def reinforce_pp_baseline(o: AlgorithmOptions, knobs: Knobs, batch: Batch) -> Te
 
 def ppo(o: AlgorithmOptions, knobs: Knobs, batch: Batch) -> tuple[Tensor, Tensor]:
     """Schulman et al. 2017: from a critic by GAE; returns from the *raw* advantages, which are then whitened."""
-    rewards = need(batch.rewards)
+    rewards, walked = need(batch.rewards), steps(o, batch)
     if o.whiten_rewards:
-        rewards = whiten(rewards, trained(batch), knobs, shift_mean=False)
-    raw, returns = gae(
-        rewards, need(batch.values), steps(o, batch), gamma=o.gamma, lam=o.lam, bootstrap=knobs.bootstrap
-    )
+        # On every eligible position: the score may sit on one that does not train, and GAE has to find it there.
+        measured = moments(rewards, walked & trained(batch).any(dim=1, keepdim=True), knobs)
+        rewards = masked_whiten(rewards, walked, shift_mean=False, moments=measured)
+    raw, returns = gae(rewards, need(batch.values), walked, gamma=o.gamma, lam=o.lam, bootstrap=knobs.bootstrap)
     return whiten(raw, trained(batch), knobs), returns
 
 
@@ -194,10 +194,10 @@ def regularisers(o: AlgorithmOptions, knobs: Knobs, out: Outputs, batch: Batch) 
     """The KL to the reference, if it is in the loss, and the entropy bonus."""
     mask, terms = trained(batch), {}
     if o.kl_coef and o.kl_in == "loss":
-        if o.kl_kind == "exact":
+        if o.kl_estimator == "exact":
             kl = torch.where(mask, need(out.kl), 0)
         else:
-            kl = kl_estimate(out.logprobs, need(batch.ref_logprobs), mask, kind=o.kl_kind, straight_through=True)
+            kl = kl_estimate(out.logprobs, need(batch.ref_logprobs), mask, kind=o.kl_estimator, straight_through=True)
         terms["kl"] = policy_term(o, knobs, kl, batch, coef=knobs.kl_coef)
     if o.entropy_coef or o.entropy_target is not None:
         values = torch.where(mask, out.entropy, 0)
@@ -225,9 +225,9 @@ def moments(x: Tensor, mask: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor]:
     return mean.to(x.dtype), variance.to(x.dtype)
 
 
-def whiten(x: Tensor, mask: Tensor, knobs: Knobs, *, shift_mean: bool = True) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, knobs: Knobs) -> Tensor:
     """Unit variance over all ranks, and zero mean."""
-    return masked_whiten(x, mask, shift_mean=shift_mean, moments=moments(x, mask, knobs))
+    return masked_whiten(x, mask, moments=moments(x, mask, knobs))
 
 
 def spread(scores: Tensor, include: Tensor, knobs: Knobs) -> Tensor:

@@ -73,7 +73,7 @@ class Preparer:
     @property
     def against(self) -> Against | None:
         """What the exact KL is measured to, if it is asked for."""
-        if self.reference is None or self.options.algorithm.kl_kind != "exact":
+        if self.reference is None or self.options.algorithm.kl_estimator != "exact":
             return None
         return self.reference.read
 
@@ -208,7 +208,7 @@ class Preparer:
         now = batch.old_logprobs if batch.old_logprobs is not None else batch.behaviour_logprobs
         assert now is not None
         assert batch.ref_logprobs is not None
-        return batch, kl_estimate(now, batch.ref_logprobs, eligible & known, kind=self.options.algorithm.kl_kind)
+        return batch, kl_estimate(now, batch.ref_logprobs, eligible & known, kind=self.options.algorithm.kl_estimator)
 
     def _with_rewards(self, batch: Batch, eligible: Tensor, kl: Tensor | None, joined: Joined, knobs: Knobs) -> Batch:
         """The score on the last eligible position and, if it belongs there, the KL on all of them."""

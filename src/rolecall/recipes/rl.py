@@ -118,6 +118,9 @@ class RLLearner:
 
     def collect(self, step: int) -> Rollout:
         """Sample and score the next answers, and make them a batch that is ready to train."""
+        o = self.options.algorithm
+        if o.kl_warmup:
+            self.kl = FixedKL(coef=o.kl_coef * min(1.0, (step + 1) / o.kl_warmup))
         found = self.collector.collect(step)
         old = self.options.old_source
         source = Source(old_logprobs=old, recorded=old == "behaviour" or not self.options.sampled_now)
