@@ -15,9 +15,8 @@ from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
 from rolecall.jobs.agents import EnvSource, env_source, episode_rows, open_arena, open_envs
 from rolecall.jobs.data import RowsSource, by_name, check_prompts, listed, open_reward, prompt_rows, unnamed
+from rolecall.jobs.models import open_model, with_model
 from rolecall.jobs.rl import sampler
-from rolecall.jobs.running import model_directory
-from rolecall.policy.load import load
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.episodes import EnvOnly, EpisodeEvaluator
 from rolecall.recipes.evaluate import Evaluation, Evaluator
@@ -40,7 +39,7 @@ def eval(  # the name of the command
     """Evaluate: `eval(model="runs/rl-1", rows="test.jsonl", reward=my_reward).numbers`."""
     rewards = listed(reward)
     return run(
-        make(EvalOptions, {**settings, **by_name(rows=rows, env=env)}),
+        make(EvalOptions, {**with_model(settings), **by_name(rows=rows, env=env)}),
         rows=unnamed(rows),
         env=unnamed(env),
         rewards=rewards or None,
@@ -83,7 +82,7 @@ def run(
             deadline_s=options.reward_deadline,
             rows=chosen,
         )
-        policy = load(model_directory(options.model))
+        policy = open_model(options.model)
         check_prompts(chosen, policy, options.chat)
         return Evaluator(
             policy=policy,
@@ -117,7 +116,7 @@ def _episodes(
             how_long = options.reward_deadline
             reward = open_reward(sources, None, stack, weights=None, deadline_s=how_long, rows=chosen)
         envs = open_envs(env, options.agent, stack)
-        policy = load(model_directory(options.model))
+        policy = open_model(options.model)
         arena = open_arena(
             envs, options.agent, policy=policy, engine=sampler(policy, options), reward=reward, chat=options.chat
         )
@@ -134,7 +133,7 @@ def _episodes(
 def _against(options: EvalOptions) -> Reference | None:
     if options.against is None:
         return None
-    return Reference(PolicyModel(load(model_directory(options.against)).model))
+    return Reference(PolicyModel(open_model(options.against).model))
 
 
 def _held_out(source: RowsSource, learned: Mapping[str, Any], options: EvalOptions) -> tuple[Rows, str | None]:

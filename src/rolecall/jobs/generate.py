@@ -10,7 +10,8 @@ from typing import Any
 from rolecall.config.generate import GenerateOptions
 from rolecall.config.merge import make
 from rolecall.errors import UserError
-from rolecall.policy.load import LoadedModel, load
+from rolecall.jobs.models import open_model, with_model
+from rolecall.policy.load import LoadedModel
 from rolecall.policy.render import render
 from rolecall.policy.token_text import token_texts
 from rolecall.recipes.sampling import trajectory_of
@@ -77,13 +78,13 @@ def generate(options: GenerateOptions | None = None, /, **settings: Any) -> list
 
     Takes the options of `rolecall generate`, as one `GenerateOptions` or by name.
     """
-    return list(run(make(GenerateOptions, settings) if options is None else options).answers)
+    return list(run(make(GenerateOptions, with_model(settings)) if options is None else options).answers)
 
 
 def run(options: GenerateOptions) -> Generated:
     """Load the model, render the prompts, sample. Whatever is wrong with the call is found before sampling starts."""
     prompts: list[Prompt] = [*options.prompts, *_read_prompts(options.prompts_file)]
-    loaded = load(options.model, dtype=options.dtype)
+    loaded = open_model(options.model, dtype=options.dtype)
     try:
         requests = [
             Request(

@@ -122,6 +122,10 @@ class Run:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     """The lines of metrics.jsonl."""
 
+    def __fspath__(self) -> str:
+        """Its directory, so that a run may be given where a path may: as a model, as a reward, to a report."""
+        return str(self.path)
+
     @property
     def model(self) -> Path:
         """The final model, which `AutoModelForCausalLM.from_pretrained` loads."""
@@ -247,19 +251,6 @@ def _has_result(outcome: Outcome, built: Built) -> bool:
 def configuration(options: Any) -> dict[str, Any]:
     """What a run is, as config.json holds it."""
     return {name: value for name, value in to_dict(options).items() if name not in _HOW}
-
-
-def model_directory(name: str) -> str:
-    """A model's name; for a run's directory that of its final model, or of its latest checkpoint."""
-    path = Path(name).expanduser()
-    if not (path / "run.json").is_file():
-        return name
-    if (path / "model").is_dir():
-        return str(path / "model")
-    found = checkpoint.latest(path / "checkpoints", read_only=True)
-    if found is None:
-        raise UserError(f"the run {name} has no model and no checkpoint yet; let it train, or start from another model")
-    return str(found.path)
 
 
 def _accelerator(options: RunOptions) -> Accelerator:
