@@ -11,6 +11,7 @@ from typing import Any
 from rolecall.config.eval import EvalOptions
 from rolecall.config.merge import make
 from rolecall.config.parts import HeldOutOptions
+from rolecall.config.preflight import check_paths
 from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
 from rolecall.jobs.agents import EnvSource, env_source, episode_rows, open_arena, open_envs
@@ -54,6 +55,7 @@ def run(
     rewards: Sequence[Any] | None = None,
 ) -> Evaluation:
     """Run from options: on a task's test split, on what a run held out, or on all rows of a file."""
+    check_paths(options)
     learned = _settings(options.model)
     source: RowsSource | None = rows if rows is not None else options.rows
     played = env_source(options.env if env is None else env, source)
