@@ -75,10 +75,11 @@ def _bare(name: str) -> str:
 
 
 def _is_there(name: str) -> bool:
+    """Whether it is there; what cannot even be asked for is left to whoever opens it."""
     try:
-        return any(Path(one).expanduser().exists() for one in (name, _bare(name)) if one)
-    except (OSError, RuntimeError, ValueError):  # too long, no such user, a NUL
-        return False
+        return "\0" in name or any(Path(one).expanduser().exists() for one in (name, _bare(name)) if one)
+    except (OSError, RuntimeError):  # too long, no such user
+        return True
 
 
 def _near(name: str) -> str:

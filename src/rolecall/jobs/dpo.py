@@ -13,6 +13,7 @@ from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.jobs.data import by_name, check_named, labelled, rendered_pairs, unnamed
 from rolecall.jobs.models import open_policy, with_model
+from rolecall.jobs.prompting import style_of
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, prepared, unless_stopped
 from rolecall.jobs.sft import task_evaluator
 from rolecall.policy.model import PolicyModel
@@ -76,6 +77,7 @@ def _build(
         module=module,
         optimizer=updater.optimizer,
         evaluate=None if held is None else partial(_evaluate, learner, held, answers),
+        prompts=style_of(train),
     )
 
 

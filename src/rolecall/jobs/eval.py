@@ -17,6 +17,7 @@ from rolecall.errors import UserError
 from rolecall.jobs.agents import EnvSource, env_source, episode_rows, open_arena, open_envs
 from rolecall.jobs.data import RowsSource, by_name, check_prompts, listed, open_reward, prompt_rows, unnamed
 from rolecall.jobs.models import open_model, with_model
+from rolecall.jobs.prompting import AsMessages, prompting_of
 from rolecall.jobs.rl import sampler
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.episodes import EnvOnly, EpisodeEvaluator
@@ -72,6 +73,10 @@ def run(
         source = "addition"
     with ExitStack() as stack:
         found, task_reward = _held_out(source, learned, options)
+        learnt = prompting_of(options.model)
+        wrapped = learnt.style == "chat" if options.template is None else options.template
+        found = AsMessages(found) if wrapped else found
+        chat = learnt.filled(options.chat)
         chosen = ChosenRows(found, range(min(options.n, len(found))))
         sources = rewards or options.reward
         if not sources and task_reward is None:
@@ -85,14 +90,14 @@ def run(
             rows=chosen,
         )
         policy = open_model(options.model)
-        check_prompts(chosen, policy, options.chat)
+        check_prompts(chosen, policy, chat)
         return Evaluator(
             policy=policy,
             engine=sampler(policy, options),
             reward=reward,
             rows=chosen,
             sampling=options.sampling,
-            chat=options.chat,
+            chat=chat,
             samples=options.samples,
             seed=options.seed,
             reference=_against(options),
@@ -119,8 +124,9 @@ def _episodes(
             reward = open_reward(sources, None, stack, weights=None, deadline_s=how_long, rows=chosen)
         envs = open_envs(env, options.agent, stack)
         policy = open_model(options.model)
+        chat = prompting_of(options.model).filled(options.chat)
         arena = open_arena(
-            envs, options.agent, policy=policy, engine=sampler(policy, options), reward=reward, chat=options.chat
+            envs, options.agent, policy=policy, engine=sampler(policy, options), reward=reward, chat=chat
         )
         return EpisodeEvaluator(
             arena,

@@ -21,6 +21,7 @@ from rolecall.jobs.data import (
     unnamed,
 )
 from rolecall.jobs.models import open_policy, with_model
+from rolecall.jobs.prompting import style_of
 from rolecall.jobs.rl import fingerprint, sampler
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, prepared, unless_stopped
 from rolecall.policy.model import PolicyModel
@@ -130,4 +131,5 @@ def _build(
         optimizer=updater.optimizer,
         evaluate=evaluate,
         watch_run=watch,
+        prompts=style_of(train),
     )

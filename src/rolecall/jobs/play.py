@@ -10,6 +10,7 @@ from rolecall.config.parts import HeldOutOptions
 from rolecall.config.play import PlayOptions
 from rolecall.jobs.agents import EnvSource, env_label, episode_rows, open_arena, open_envs
 from rolecall.jobs.models import open_model, with_model
+from rolecall.jobs.prompting import prompting_of
 from rolecall.jobs.rl import sampler
 from rolecall.policy.token_text import token_texts
 from rolecall.recipes.episodes import EnvOnly
@@ -61,8 +62,9 @@ def run(
         chosen = [found[i] for i in range(min(options.n, len(found)))]
         envs = open_envs(source, options.agent, stack)
         policy = open_model(options.model)
+        chat = prompting_of(options.model).filled(options.chat)
         arena = open_arena(
-            envs, options.agent, policy=policy, engine=sampler(policy, options), reward=EnvOnly(), chat=options.chat
+            envs, options.agent, policy=policy, engine=sampler(policy, options), reward=EnvOnly(), chat=chat
         )
         groups = list(range(len(chosen)))
         episodes = arena.play(chosen, options.sampling, n=1, seed=options.seed, step=0, groups=groups)

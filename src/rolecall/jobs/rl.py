@@ -38,6 +38,7 @@ from rolecall.jobs.data import (
     unnamed,
 )
 from rolecall.jobs.models import open_policy, open_reward_model, with_model
+from rolecall.jobs.prompting import style_of
 from rolecall.jobs.running import (
     Built,
     Run,
@@ -233,6 +234,7 @@ def _build(
         optimizer=updater.optimizer,
         evaluate=evaluate,
         watch_run=record,
+        prompts="chat" if played is not None else None if train is None else style_of(train),
     )
 
 

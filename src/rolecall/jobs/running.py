@@ -68,6 +68,8 @@ class Built:
     """Told the run directory before the first step."""
     finish: Callable[[RunDir], None] = lambda run: None
     """Told the run directory when the run is done."""
+    prompts: str | None = None
+    """How prompts are put to the model: chat (messages in its template) or text; None if unknown, or both."""
 
 
 def prepared(module: torch.nn.Module, options: OptimOptions, accelerator: Accelerator, timer: Timer) -> Updater:
@@ -218,7 +220,7 @@ def _execute(command: str, options: Any, build: Build, progress: Progress, accel
         )
         resumed = _resume(path, run, built, loop, config) if options.resume else None
         if run is not None:
-            _describe(run, command, config, resumed, processes=accelerator.num_processes)
+            _describe(run, command, config, resumed, processes=accelerator.num_processes, prompts=built.prompts)
         start = 0 if resumed is None else resumed.step
         outcome = loop.go(start=start, title=f"{command} in {path}")
         if run is not None and _has_result(outcome, built):
@@ -332,7 +334,15 @@ def _matters(name: str, old: object, new: object, config: Mapping[str, Any]) -> 
     return name == "eval.held_out" or not name.startswith(("save.", "eval."))
 
 
-def _describe(run: RunDir, command: str, config: Mapping[str, Any], resumed: Resumed | None, *, processes: int) -> None:
+def _describe(
+    run: RunDir,
+    command: str,
+    config: Mapping[str, Any],
+    resumed: Resumed | None,
+    *,
+    processes: int,
+    prompts: str | None,
+) -> None:
     """config.json and run.json."""
     history = json.loads(run.run.read_text()).get("resumed", []) if run.run.is_file() else []
     if resumed is not None:
@@ -342,6 +352,7 @@ def _describe(run: RunDir, command: str, config: Mapping[str, Any], resumed: Res
         "command": command,
         "arguments": sys.argv[1:],
         "seed": config.get("seed"),
+        "prompts": prompts,
         "versions": {name: version(name) for name in ("rolecall", "torch", "transformers", "accelerate")},
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),

@@ -16,6 +16,7 @@ from rolecall.errors import UserError
 from rolecall.jobs.agents import env_source, episode_rows, open_arena, open_envs
 from rolecall.jobs.data import by_name, demonstrated, labelled, open_reward, prompt_rows, rendered_rows, unnamed
 from rolecall.jobs.models import open_policy, with_model
+from rolecall.jobs.prompting import style_of
 from rolecall.jobs.rl import sampler
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, prepared, unless_stopped
 from rolecall.policy.model import PolicyModel
@@ -74,6 +75,7 @@ def _build(
         module=module,
         optimizer=updater.optimizer,
         evaluate=task_evaluator(options, policy, source, stack),
+        prompts=style_of(found),
     )
 
 
