@@ -173,7 +173,7 @@ def test_training_goes_on_with_an_adapter_of_the_same_rank(adapter, caplog):
 def test_an_adapter_of_other_settings_is_merged_and_said(adapter, policy, caplog):
     directory, _, together = adapter
     made = open_policy(str(directory), options(**policy))
-    assert "is merged, and a new one goes on top" in caplog.text
+    assert "is merged, and a new one goes on top: its LoRA settings are others" in caplog.text
     torch.testing.assert_close(logits(made.model), together, atol=1e-5, rtol=0)
     assert lora.is_fresh(made.model)
 
@@ -241,6 +241,7 @@ def test_targets_and_rank_stabilised_scale():
         ({"lora_targets": ["q_proj"]}, "give lora_rank too"),
         ({"lora_alpha": 4.0}, "give lora_rank too"),
         ({"lora_rs": True}, "give lora_rank too"),
+        ({"quantize": "int8"}, "give lora_rank too"),
         ({"lora_rank": 0}, "lora_rank must be at least 1"),
         ({"lora_rank": 4, "lora_targets": ["nope"]}, r"LoRA finds no layers .*nope.* it has .*q_proj"),
     ],

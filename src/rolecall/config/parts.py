@@ -50,8 +50,12 @@ class PolicyOptions:
     """Scale the adapter by alpha / sqrt(rank), not alpha / rank (rsLoRA)."""
     lora_dropout: float = 0.0
     """Only 0: dropout is off throughout, because the log-probs of sampling and training must agree."""
+    quantize: Literal["none", "int8", "int4"] = "none"
+    """Hold the model below a LoRA adapter in 8 bits, or in 4 (NF4): less memory, more time."""
 
     def __post_init__(self) -> None:
+        if self.quantize != "none" and self.lora_rank is None:
+            raise ValueError(f"quantize {self.quantize} holds weights that do not train: give lora_rank too")
         if self.lora_dropout:
             raise ValueError(
                 f"lora_dropout is {self.lora_dropout:g}, but dropout is off throughout, because the log-probs of sampling "

@@ -17,6 +17,7 @@ from rolecall.errors import UserError
 from rolecall.policy.heads import RewardModel
 from rolecall.policy.load import Dtype, LoadedModel, LoadError, from_objects, load
 from rolecall.policy.lora import add_adapter, check_installed, continues, has_adapter, load_adapter, merge
+from rolecall.policy.quantize import quantized
 from rolecall.rewards.model import RewardModelReward
 from rolecall.train import checkpoint
 
@@ -73,11 +74,17 @@ def open_policy(name: str, options: Any) -> LoadedModel:
     alpha = how.lora_alpha if how.lora_alpha is not None else 2.0 * how.lora_rank
     targets = how.lora_targets or "all-linear"
     if has_adapter(policy):
-        if continues(policy, rank=how.lora_rank, alpha=how.lora_alpha, targets=how.lora_targets, rs=how.lora_rs):
+        goes_on = how.quantize == "none" and continues(
+            policy, rank=how.lora_rank, alpha=how.lora_alpha, targets=how.lora_targets, rs=how.lora_rs
+        )
+        if goes_on:
             _log.info("training goes on with the adapter of %s", name)
             return policy
-        _log.warning("the adapter of %s has other LoRA settings: it is merged, and a new one goes on top", name)
+        why = "the model is quantised" if how.quantize != "none" else "its LoRA settings are others"
+        _log.warning("the adapter of %s is merged, and a new one goes on top: %s", name, why)
         policy = merge(policy)
+    if how.quantize != "none":
+        policy = quantized(policy, how.quantize)
     return add_adapter(
         policy, rank=how.lora_rank, alpha=alpha, target_modules=targets, rs=how.lora_rs, seed=options.seed
     )

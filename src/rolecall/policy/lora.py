@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from rolecall.policy.load import LoadedModel, LoadError, check_finite, make_trainable, save, stop_dropout
+from rolecall.policy.quantize import restore
 
 
 def add_adapter(
@@ -99,6 +100,7 @@ def merge(loaded: LoadedModel) -> LoadedModel:
     if not has_adapter(loaded):
         return loaded
     checkpointing = bool(loaded.model.is_gradient_checkpointing)
+    restore(loaded.model)
     plain = loaded.model.merge_and_unload(safe_merge=True)
     make_trainable(plain, gradient_checkpointing=checkpointing)
     return replace(loaded, model=plain)
@@ -141,7 +143,9 @@ def export_base(loaded: LoadedModel, directory: str | Path) -> None:
     """Write the weights the adapter sits on, without it: the reference as a model of its own."""
     if not has_adapter(loaded):
         raise ValueError("the model carries no adapter, so it is its own base: use `load.save`")
-    save(replace(loaded, model=copy.deepcopy(loaded.model).unload()), directory)
+    copied = copy.deepcopy(loaded.model)
+    restore(copied)
+    save(replace(loaded, model=copied.unload()), directory)
 
 
 def save_adapter(loaded: LoadedModel, directory: str | Path, *, base: str | None = None) -> None:
