@@ -15,8 +15,9 @@ from transformers import AutoConfig
 from rolecall.config.given import GIVEN, GivenModel
 from rolecall.errors import UserError
 from rolecall.policy.heads import RewardModel
-from rolecall.policy.load import Dtype, LoadedModel, LoadError, from_objects, load
+from rolecall.policy.load import Dtype, LoadedModel, LoadError, load
 from rolecall.policy.lora import add_adapter, check_installed, continues, has_adapter, load_adapter, merge
+from rolecall.policy.objects import from_objects
 from rolecall.policy.quantize import quantized
 from rolecall.rewards.model import RewardModelReward
 from rolecall.train import checkpoint

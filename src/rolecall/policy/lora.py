@@ -2,7 +2,8 @@
 
 There is only ever one adapter, the one that trains. An adapter that is already there (from SFT) is merged into the
 weights before a new one goes on top, so that with the adapter off the model is what it was before RL: the reference is
-SFT, not the bare base model, and needs no second copy of the weights.
+SFT, not the bare base model, and needs no second copy of the weights. Where it is the old adapter that trains on, the
+reference is a copy (`train.reference`).
 """
 
 import copy
