@@ -15,7 +15,8 @@ from typing import Any
 
 import rolecall
 from rolecall.config.rl_presets import PRESETS
-from rolecall.jobs.running import Run, model_directory
+from rolecall.jobs.models import model_directory
+from rolecall.jobs.running import Run
 from rolecall.tasks.builtin import demonstrations
 from rolecall.tasks.names import find_task
 

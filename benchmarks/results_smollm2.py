@@ -17,7 +17,7 @@ from typing import Any
 from results_runs import REWARD, Place, finished
 
 import rolecall
-from rolecall.jobs.running import model_directory
+from rolecall.jobs.models import model_directory
 from rolecall.tasks.names import find_task
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

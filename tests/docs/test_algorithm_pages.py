@@ -1,29 +1,15 @@
-"""docs/algorithms: a page for every preset, with commands that parse, links that lead somewhere and lines that are there."""
+"""docs/algorithms: a page for every preset, links that lead somewhere and lines that are there."""
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
-from rolecall.cli import _resolve
-from rolecall.cli.commands import COMMANDS, imported
-from rolecall.config.flags import parse
 from rolecall.config.rl import RLOptions
-from rolecall.config.schema import schema
 
 FOLDER = Path(__file__).parents[2] / "docs" / "algorithms"
 PAGES = sorted(path.name for path in FOLDER.glob("*.md"))
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def calls():
-    for page in PAGES:
-        for kind, text in _BLOCK.findall((FOLDER / page).read_text()):
-            if kind == "bash":
-                yield from (
-                    pytest.param(line, id=f"{page}: {line[:40]}") for line in text.replace("\\\n", " ").splitlines()
-                )
 
 
 @pytest.mark.parametrize("name", [*RLOptions.presets, "dpo", "best-of-n", "expert-iteration"])
@@ -33,13 +19,6 @@ def test_every_algorithm_has_its_page(name):
         assert f"\n## {section}\n" in text
     assert "```bash\nrolecall " in text
     assert f"]({name}.md)" in (FOLDER / "README.md").read_text()
-
-
-@pytest.mark.parametrize("line", list(calls()))
-def test_a_command_parses(line):
-    words = shlex.split(line)
-    options = imported(next(command.options for command in COMMANDS if command.name == words[1]))
-    _resolve(options, getattr(options, "presets", {}), parse(words[2:], schema(options)))
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -179,5 +179,5 @@ def test_an_adapter_that_lacks_a_tensor_is_refused(tmp_path):
 
 def test_without_peft_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ImportError, match=r"pip install 'rolecall\[lora\]'"):
+    with pytest.raises(LoadError, match=r"pip install 'rolecall\[lora\]'"):
         lora.add_adapter(load("tiny"))

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from rolecall.config.merge import to_dict
 from rolecall.config.parts import ChatOptions, HeldOutOptions, OptimOptions, PolicyOptions
 from rolecall.config.rm import RMOptions
+from rolecall.jobs.models import start_reward_model
 from rolecall.maths.losses import bradley_terry
 from rolecall.policy.heads import Critic, RewardModel
 from rolecall.policy.load import load
@@ -26,7 +27,6 @@ from rolecall.recipes.reward_model import (
     read_checkpoint,
     save_reward_model,
     settings_of,
-    start_model,
     write_checkpoint,
 )
 from rolecall.rewards.model import RewardModelReward, score_ids
@@ -84,7 +84,7 @@ def test_it_learns_to_rank_the_held_out_pairs_of_a_task():
         optim=OptimOptions(lr=3e-3, warmup_steps=2),
         eval=HeldOutOptions(every=1, rows=100),
     )
-    model = start_model(options)
+    model = start_reward_model(options.model, options)
     train, held_out = preferences(options)
     pairs = make_pairs(model, train, chat=PLAIN, max_length=64).pairs
     unseen = make_pairs(model, held_out, chat=PLAIN, max_length=64).pairs
@@ -314,7 +314,7 @@ def test_what_was_saved_scores_the_same_and_starts_a_critic(tmp_path):
     before = score_ids(model, sequences, token_budget=64)
     assert offset == pytest.approx(before.mean().item())
     assert torch.equal(score_ids(RewardModel.load(tmp_path), sequences, token_budget=64), before)
-    assert torch.equal(score_ids(start_model(RMOptions(model=str(tmp_path))), sequences, token_budget=64), before)
+    assert torch.equal(score_ids(start_reward_model(str(tmp_path), RMOptions()), sequences, token_budget=64), before)
     (scored,) = RewardModelReward.load(tmp_path).score([Sample(prompt="1+1=", completion="2")])
     assert scored.total == pytest.approx(before[0].item() - offset, abs=1e-5)
 

@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: Command, words: Sequence[str]) -> int:
     from rolecall.config.flags import parse
+    from rolecall.config.preflight import check_paths
     from rolecall.config.resume import rewritten
     from rolecall.config.schema import schema
 
@@ -77,6 +78,7 @@ def _run(command: Command, words: Sequence[str]) -> int:
         if command.plan is not None:
             print(f"\n{imported(command.plan)(resolved.options)}")
         return 0
+    check_paths(resolved.options)
     result = imported(command.run)(resolved.options)
     return int(result) if isinstance(result, int) and not isinstance(result, bool) else 0
 

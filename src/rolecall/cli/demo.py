@@ -1,5 +1,7 @@
 """`rolecall demo` on the terminal: a table, answers before and after, and what to try next."""
 
+from shlex import quote
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -59,15 +61,15 @@ def _answers(made: Demo) -> Table:
 
 
 def _next(console: Console, made: Demo) -> None:
+    start, grpo = quote(str(made.start.path)), quote(str(made.grpo.path))
     lines = [
         "",
         f"The four runs lie in {made.path} and took {duration(made.seconds)} in all. To look at them, open",
         f"  {made.report}",
         "Next, try:",
-        f'  rolecall generate --model {made.grpo.path} --no-chat --prompt "sort 91372=" --show tokens',
-        f"  rolecall eval --model {made.grpo.path} --rows {TASK} --samples 8 --against {made.start.path} "
-        "--sampling.max_new_tokens 8",
-        f"  rolecall rl --preset reinforce --model {made.start.path} --rows {TASK} --sampling.max_new_tokens 8 "
+        f'  rolecall generate --model {grpo} --prompt "sort 91372=" --show tokens',
+        f"  rolecall eval --model {grpo} --rows {TASK} --samples 8 --against {start} --sampling.max_new_tokens 8",
+        f"  rolecall rl --preset reinforce --model {start} --rows {TASK} --sampling.max_new_tokens 8 "
         "--optim.lr 3e-4 --eval.every 20",
     ]
     for line in lines:

@@ -1,6 +1,7 @@
 """`rolecall rescore` on the terminal."""
 
 import sys
+from shlex import quote
 
 from rolecall.cli.train import display
 from rolecall.config.rescore import RescoreOptions
@@ -15,7 +16,7 @@ def run(options: RescoreOptions) -> int:
             f"{found.answers} answers of {found.steps} steps: mean score {_text(found.before)} -> {_text(found.after)}"
         )
         print(f"run: {found.path}")
-        print(f"train on it with: rolecall rl --from {found.path}")
+        print(f"train on it with: rolecall rl --from {quote(str(found.path))}")
     if found.failed:
         print(f"{found.failed} of {found.answers} rewards failed", file=sys.stderr)
     return 0

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+from shlex import quote
 from typing import Any
 
 from rolecall.cli.progress import Bars
@@ -95,5 +96,5 @@ def _finish(run: Run, command: str, *, quiet: bool) -> int:
             shown = ", ".join(f"{n.removeprefix('eval_')} {v:.3f}" for n, v in line.items() if n.startswith("eval_"))
             print(f"last evaluation (step {line['step']}): {shown}")
     if code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
-        print(f"go on with: rolecall {command} --out {run.path} --resume", file=sys.stderr)
+        print(f"go on with: rolecall {command} --out {quote(str(run.path))} --resume", file=sys.stderr)
     return int(code)

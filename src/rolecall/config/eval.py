@@ -28,7 +28,10 @@ class EvalOptions:
     """Answers per row for avg@k and pass@k; 1 is greedy only."""
     against: str | None = None
     """A model to measure the KL to, on the sampled answers (needs samples above 1)."""
+    template: bool | None = None
+    """Put prompts that are plain text into the chat template. Left out: if the run in `model` was trained on messages."""
     chat: ChatOptions = field(default_factory=ChatOptions)
+    """Left out: those of the run in `model`."""
     sampling: Sampling = field(default_factory=Sampling)
     engine: EngineOptions = field(default_factory=EngineOptions)
     show: int = 0

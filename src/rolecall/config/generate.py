@@ -11,7 +11,7 @@ class GenerateOptions:
     """Answers from a model, whole or token by token."""
 
     model: str
-    """`tiny`, a model directory, a .gguf file, or a Hugging Face hub id."""
+    """`tiny`, a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
     prompts: tuple[str | list[dict[str, Any]], ...] = field(default=(), metadata={"flag": "prompt"})
     """What to answer; repeat the flag for several. In a file or from Python a prompt may be a list of messages."""
     prompts_file: str | None = None
@@ -21,9 +21,10 @@ class GenerateOptions:
     seed: int = 0
     """The same seed draws the same answers."""
     chat: bool | None = None
-    """Put prompts into the model's chat template. Left out: if it has one."""
+    """Put prompts into the model's chat template. Left out: if the run in `model` was trained on messages; of a model that
+    no run made, if it has a template."""
     system: str | None = field(default=None, metadata={"known_as": ("system_prompt",)})
-    """A system message before each prompt."""
+    """A system message before each prompt. Left out: that of the run in `model`."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """What else to tell the chat template, such as `enable_thinking`."""
     engine: Literal["auto", "native", "hf"] = "auto"

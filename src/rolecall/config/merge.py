@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
-from pathlib import PurePath
+from os import PathLike, fspath
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from rolecall.config.given import GivenModel
 from rolecall.config.schema import REQUIRED, Option, Section, alternatives, in_words, nearest, schema
 from rolecall.errors import UserError
 
@@ -94,7 +95,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, tuple | list):
         return [_plain(entry) for entry in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    return value if value is None or isinstance(value, bool | int | float) else str(value)
 
 
 @dataclass(kw_only=True)
@@ -117,7 +118,7 @@ class _Layer:
             elif isinstance(part, Section):
                 self._read_section(part, inner)
             elif part.key not in self.values:
-                self.values[part.key] = str(inner) if isinstance(inner, PurePath) else inner
+                self.values[part.key] = fspath(inner) if isinstance(inner, PathLike) else inner
             elif isinstance(self.values[part.key], Mapping) and isinstance(inner, Mapping):
                 self.values[part.key] = {**self.values[part.key], **inner}
             else:
@@ -165,6 +166,8 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 def _checked(option: Option, value: Any, source: str, problems: list[str]) -> Any:
     """The value as the option's type, or a problem."""
     types = alternatives(option.type)
+    if isinstance(value, GivenModel) and option.key == "model":
+        return value  # pydantic would keep the text alone
     try:
         if isinstance(value, bool) and bool not in types and not any(value in get_args(t) for t in types):
             raise TypeError  # pydantic would take True for 1

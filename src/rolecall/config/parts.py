@@ -44,6 +44,27 @@ class PolicyOptions:
     """Train a low-rank adapter of this rank instead of all weights (needs `rolecall[lora]`)."""
     lora_alpha: float | None = None
     """The adapter's scale; twice the rank if not given."""
+    lora_targets: tuple[str, ...] = ()
+    """Layers that get one, by the end of their names, such as `q_proj,v_proj`; all linear ones but the head if not given."""
+    lora_rs: bool = False
+    """Scale the adapter by alpha / sqrt(rank), not alpha / rank (rsLoRA)."""
+    lora_dropout: float = 0.0
+    """Only 0: dropout is off throughout, because the log-probs of sampling and training must agree."""
+    quantize: Literal["none", "int8", "int4"] = "none"
+    """Hold the model below a LoRA adapter in 8 bits, or in 4 (NF4): less memory, more time."""
+
+    def __post_init__(self) -> None:
+        if self.quantize != "none" and self.lora_rank is None:
+            raise ValueError(f"quantize {self.quantize} holds weights that do not train: give lora_rank too")
+        if self.lora_dropout:
+            raise ValueError(
+                f"lora_dropout is {self.lora_dropout:g}, but dropout is off throughout, because the log-probs of sampling "
+                "and training must agree: leave it out"
+            )
+        if self.lora_rank is None and (self.lora_alpha is not None or self.lora_targets or self.lora_rs):
+            raise ValueError("lora_alpha, lora_targets and lora_rs belong to an adapter: give lora_rank too")
+        if self.lora_rank is not None and self.lora_rank < 1:
+            raise ValueError(f"lora_rank must be at least 1, got {self.lora_rank}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from rolecall.config.agents import AgentOptions
+from rolecall.config.given import GIVEN
 from rolecall.config.parts import ChatOptions, HeldOutOptions
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
@@ -106,4 +107,4 @@ def check_episodes(options: RLOptions) -> None:
 
 def env_label(env: EnvSource) -> str:
     """What config.json says of an environment."""
-    return env if isinstance(env, str) else f"(given in Python) {getattr(env, '__name__', type(env).__name__)}"
+    return env if isinstance(env, str) else f"{GIVEN} {getattr(env, '__name__', type(env).__name__)}"

@@ -14,7 +14,8 @@ from rolecall.errors import UserError
 from rolecall.files import DiskError, write_atomically
 from rolecall.jobs.agents import env_source
 from rolecall.jobs.data import by_name, demonstrated, label, listed, open_reward, prompt_rows, rendered_row, unnamed
-from rolecall.jobs.rl import open_policy, sampler
+from rolecall.jobs.models import open_policy, with_model
+from rolecall.jobs.rl import sampler
 from rolecall.look.audit_page import audit_html
 from rolecall.look.tokens import Sample
 from rolecall.maths.roles import Role, Verdict
@@ -41,7 +42,7 @@ def audit(
     if preset not in AuditOptions.presets:
         raise UserError(f"unknown preset {preset!r}; choose one of {', '.join(AuditOptions.presets)}")
     rewards = listed(reward)
-    given = {**settings, **by_name(rows=rows, reward=rewards)}
+    given = {**with_model(settings), **by_name(rows=rows, reward=rewards)}
     base = (f"preset {preset}", AuditOptions.presets[preset])
     if given.get("resume"):
         base = ("config.json", saved_settings(given.get("out")))

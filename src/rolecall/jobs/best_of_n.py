@@ -14,9 +14,9 @@ from rolecall.config.parts import HeldOutOptions
 from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
 from rolecall.jobs.data import by_name, check_prompts, labelled, listed, open_reward, prompt_rows, unnamed
+from rolecall.jobs.models import open_model, with_model
 from rolecall.jobs.rl import fingerprint, sampler
-from rolecall.jobs.running import Built, Run, execute, model_directory
-from rolecall.policy.load import load
+from rolecall.jobs.running import Built, Run, execute
 from rolecall.recipes.ask import Asker
 from rolecall.recipes.best_of_n import BestOfN
 from rolecall.tasks.rows import ChosenRows
@@ -41,7 +41,7 @@ def best_of_n(
     `reward` and `judge` a function or a list of them. All other settings are those of `rolecall best-of-n`.
     """
     rewards, judges = listed(reward), listed(judge)
-    given = {**settings, **by_name(rows=rows, reward=rewards, judge=judges)}
+    given = {**with_model(settings), **by_name(rows=rows, reward=rewards, judge=judges)}
     saved = saved_settings(given.get("out")) if given.get("resume") else {}
     options = resolve(BestOfNOptions, [("config.json", saved), ("the call", given)]).options
     return run(options, rows=unnamed(rows), rewards=rewards or None, judges=judges or None, progress=progress)
@@ -85,7 +85,7 @@ def _build(
     judge = None
     if judges or options.judge:
         judge = open_reward(judges or options.judge, task_reward, stack, weights=None, **how)
-    policy = load(model_directory(options.model))
+    policy = open_model(options.model)
     check_prompts(found, policy, options.chat)
     engine = sampler(policy, options)
     asker = Asker(

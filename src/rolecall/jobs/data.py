@@ -4,9 +4,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+from rolecall.config.given import GIVEN
 from rolecall.config.parts import ChatOptions, HeldOutOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel
@@ -39,18 +41,17 @@ _SPARE_TOKENS = 16
 TASK_REWARD = "task"
 """The name that stands for the reward a task brings."""
 
-_GIVEN = "(given in Python)"
-
 
 def label(given: Sequence[Any]) -> str:
     """What config.json says of rows or rewards that are Python objects."""
     names = [getattr(x, "__name__", "") for x in given if callable(x)]
-    return f"{_GIVEN} {', '.join(names)}" if names else f"{_GIVEN} {len(given)} rows"
+    return f"{GIVEN} {', '.join(names)}" if names else f"{GIVEN} {len(given)} rows"
 
 
 def listed(given: Any) -> list[Any]:
     """One, several or none, as a list."""
-    return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    several = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    return [fspath(one) if isinstance(one, PathLike) else one for one in several]
 
 
 def by_name(**given: Any) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def labelled(options: Any, *, rows: Sequence[Any] | None = None, **sources: Sequ
 
 def check_named(what: str, *names: str) -> None:
     """Raise if what is asked for by name was given in Python when the run began, and is not given now."""
-    if any(name.startswith(_GIVEN) for name in names):
+    if any(name.startswith(GIVEN) for name in names):
         raise UserError(f"this run's {what} came from Python: resume it from Python too, with the same {what}")
 
 
@@ -122,11 +123,10 @@ def open_reward(
     if "" in chosen:
         raise UserError("a reward's name is empty: give one, such as --reward rewards.py:my_function")
     if len(chosen) == 1 and isinstance(chosen[0], str) and Path(chosen[0]).expanduser().is_dir():
-        from rolecall.jobs.running import model_directory
-        from rolecall.rewards.model import RewardModelReward
+        from rolecall.jobs.models import reward_of_model
 
         weight = 1.0 if weights is None else weights[0]
-        return RewardModelReward.load(model_directory(chosen[0]), weight=weight)
+        return reward_of_model(chosen[0], weight=weight)
     pool = stack.enter_context(RewardPool(list(chosen), weights=weights, deadline_s=deadline_s))
     if timer is not None:
         pool.advance = timer.advance

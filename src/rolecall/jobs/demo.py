@@ -18,7 +18,7 @@ from rolecall.jobs.generate import generate
 from rolecall.jobs.report import report_at_the_end
 from rolecall.jobs.rl import rl
 from rolecall.jobs.rm import rm
-from rolecall.jobs.running import Run, model_directory, next_free
+from rolecall.jobs.running import Run, next_free
 from rolecall.jobs.sft import sft
 from rolecall.look.run import FORMAT
 from rolecall.recipes.evaluate import Evaluation
@@ -188,7 +188,7 @@ def mistakes(model: str, *, seed: int) -> list[dict[str, Any]]:
     task = find_task(TASK)
     rows = list(task.rows("train", n=_ASKED, seed=seed + 1))
     answers = generate(
-        model=model_directory(model),
+        model=model,
         prompts=[row["prompt"] for row in rows],
         n=4,
         chat=False,

@@ -12,7 +12,8 @@ from rolecall.config.dpo import DPOOptions
 from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.jobs.data import by_name, check_named, labelled, rendered_pairs, unnamed
-from rolecall.jobs.rl import open_policy
+from rolecall.jobs.models import open_policy, with_model
+from rolecall.jobs.prompting import style_of
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, prepared, unless_stopped
 from rolecall.jobs.sft import task_evaluator
 from rolecall.policy.model import PolicyModel
@@ -33,7 +34,7 @@ def dpo(
 
     `rows` may be a list of dicts. All other settings are those of `rolecall dpo`, nested or dotted.
     """
-    settings |= by_name(rows=rows)
+    settings = {**with_model(settings), **by_name(rows=rows)}
     saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
     options = resolve(DPOOptions, [("config.json", saved), ("the call", settings)]).options
     return unless_stopped(run(options, rows=unnamed(rows), progress=progress))
@@ -76,6 +77,7 @@ def _build(
         module=module,
         optimizer=updater.optimizer,
         evaluate=None if held is None else partial(_evaluate, learner, held, answers),
+        prompts=style_of(train),
     )
 
 

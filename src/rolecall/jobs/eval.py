@@ -11,13 +11,14 @@ from typing import Any
 from rolecall.config.eval import EvalOptions
 from rolecall.config.merge import make
 from rolecall.config.parts import HeldOutOptions
+from rolecall.config.preflight import check_paths
 from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
 from rolecall.jobs.agents import EnvSource, env_source, episode_rows, open_arena, open_envs
 from rolecall.jobs.data import RowsSource, by_name, check_prompts, listed, open_reward, prompt_rows, unnamed
+from rolecall.jobs.models import open_model, with_model
+from rolecall.jobs.prompting import AsMessages, prompting_of
 from rolecall.jobs.rl import sampler
-from rolecall.jobs.running import model_directory
-from rolecall.policy.load import load
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.episodes import EnvOnly, EpisodeEvaluator
 from rolecall.recipes.evaluate import Evaluation, Evaluator
@@ -40,7 +41,7 @@ def eval(  # the name of the command
     """Evaluate: `eval(model="runs/rl-1", rows="test.jsonl", reward=my_reward).numbers`."""
     rewards = listed(reward)
     return run(
-        make(EvalOptions, {**settings, **by_name(rows=rows, env=env)}),
+        make(EvalOptions, {**with_model(settings), **by_name(rows=rows, env=env)}),
         rows=unnamed(rows),
         env=unnamed(env),
         rewards=rewards or None,
@@ -55,6 +56,7 @@ def run(
     rewards: Sequence[Any] | None = None,
 ) -> Evaluation:
     """Run from options: on a task's test split, on what a run held out, or on all rows of a file."""
+    check_paths(options)
     learned = _settings(options.model)
     source: RowsSource | None = rows if rows is not None else options.rows
     played = env_source(options.env if env is None else env, source)
@@ -71,6 +73,10 @@ def run(
         source = "addition"
     with ExitStack() as stack:
         found, task_reward = _held_out(source, learned, options)
+        learnt = prompting_of(options.model)
+        wrapped = learnt.style == "chat" if options.template is None else options.template
+        found = AsMessages(found) if wrapped else found
+        chat = learnt.filled(options.chat)
         chosen = ChosenRows(found, range(min(options.n, len(found))))
         sources = rewards or options.reward
         if not sources and task_reward is None:
@@ -83,15 +89,15 @@ def run(
             deadline_s=options.reward_deadline,
             rows=chosen,
         )
-        policy = load(model_directory(options.model))
-        check_prompts(chosen, policy, options.chat)
+        policy = open_model(options.model)
+        check_prompts(chosen, policy, chat)
         return Evaluator(
             policy=policy,
             engine=sampler(policy, options),
             reward=reward,
             rows=chosen,
             sampling=options.sampling,
-            chat=options.chat,
+            chat=chat,
             samples=options.samples,
             seed=options.seed,
             reference=_against(options),
@@ -117,9 +123,10 @@ def _episodes(
             how_long = options.reward_deadline
             reward = open_reward(sources, None, stack, weights=None, deadline_s=how_long, rows=chosen)
         envs = open_envs(env, options.agent, stack)
-        policy = load(model_directory(options.model))
+        policy = open_model(options.model)
+        chat = prompting_of(options.model).filled(options.chat)
         arena = open_arena(
-            envs, options.agent, policy=policy, engine=sampler(policy, options), reward=reward, chat=options.chat
+            envs, options.agent, policy=policy, engine=sampler(policy, options), reward=reward, chat=chat
         )
         return EpisodeEvaluator(
             arena,
@@ -134,7 +141,7 @@ def _episodes(
 def _against(options: EvalOptions) -> Reference | None:
     if options.against is None:
         return None
-    return Reference(PolicyModel(load(model_directory(options.against)).model))
+    return Reference(PolicyModel(open_model(options.against).model))
 
 
 def _held_out(source: RowsSource, learned: Mapping[str, Any], options: EvalOptions) -> tuple[Rows, str | None]:

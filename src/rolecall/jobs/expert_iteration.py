@@ -20,7 +20,9 @@ from rolecall.jobs.data import (
     prompt_rows,
     unnamed,
 )
-from rolecall.jobs.rl import fingerprint, open_policy, sampler
+from rolecall.jobs.models import open_policy, with_model
+from rolecall.jobs.prompting import style_of
+from rolecall.jobs.rl import fingerprint, sampler
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, prepared, unless_stopped
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.ask import Asker
@@ -45,7 +47,7 @@ def expert_iteration(
     `rolecall expert-iteration`, nested or dotted.
     """
     rewards = listed(reward)
-    given = {**settings, **by_name(rows=rows, reward=rewards)}
+    given = {**with_model(settings), **by_name(rows=rows, reward=rewards)}
     saved = saved_settings(given.get("out")) if given.get("resume") else {}
     options = resolve(ExpertIterationOptions, [("config.json", saved), ("the call", given)]).options
     return unless_stopped(run(options, rows=unnamed(rows), rewards=rewards or None, progress=progress))
@@ -129,4 +131,5 @@ def _build(
         optimizer=updater.optimizer,
         evaluate=evaluate,
         watch_run=watch,
+        prompts=style_of(train),
     )

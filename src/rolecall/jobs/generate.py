@@ -9,8 +9,11 @@ from typing import Any
 
 from rolecall.config.generate import GenerateOptions
 from rolecall.config.merge import make
+from rolecall.config.parts import ChatOptions
 from rolecall.errors import UserError
-from rolecall.policy.load import LoadedModel, load
+from rolecall.jobs.models import open_model, with_model
+from rolecall.jobs.prompting import Prompting, prompting_of
+from rolecall.policy.load import LoadedModel
 from rolecall.policy.render import render
 from rolecall.policy.token_text import token_texts
 from rolecall.recipes.sampling import trajectory_of
@@ -77,17 +80,17 @@ def generate(options: GenerateOptions | None = None, /, **settings: Any) -> list
 
     Takes the options of `rolecall generate`, as one `GenerateOptions` or by name.
     """
-    return list(run(make(GenerateOptions, settings) if options is None else options).answers)
+    return list(run(make(GenerateOptions, with_model(settings)) if options is None else options).answers)
 
 
 def run(options: GenerateOptions) -> Generated:
     """Load the model, render the prompts, sample. Whatever is wrong with the call is found before sampling starts."""
     prompts: list[Prompt] = [*options.prompts, *_read_prompts(options.prompts_file)]
-    loaded = load(options.model, dtype=options.dtype)
+    loaded, learnt = open_model(options.model, dtype=options.dtype), prompting_of(options.model)
     try:
         requests = [
             Request(
-                prompt_ids=prompt_ids(loaded, prompt, options),
+                prompt_ids=prompt_ids(loaded, prompt, options, learnt),
                 sampling=options.sampling,
                 n=options.n,
                 seed=options.seed,
@@ -109,10 +112,14 @@ def run(options: GenerateOptions) -> Generated:
     return Generated(answers=answers, seconds=seconds, engine="native" if isinstance(engine, NativeEngine) else "hf")
 
 
-def prompt_ids(loaded: LoadedModel, prompt: Prompt, options: GenerateOptions) -> tuple[int, ...]:
-    """The prompt as tokens, in the model's chat template if it is to be."""
+def prompt_ids(
+    loaded: LoadedModel, prompt: Prompt, options: GenerateOptions, learnt: Prompting | None = None
+) -> tuple[int, ...]:
+    """The prompt as tokens, in the model's chat template if it is to be; if nothing is said of that, as in its run."""
+    learnt = learnt or Prompting()
     messages = isinstance(prompt, list | tuple)
-    chat = loaded.has_chat_template if options.chat is None else options.chat
+    plain = learnt.style == "text" and not messages and options.system is None
+    chat = loaded.has_chat_template and not plain if options.chat is None else options.chat
     wish = "a list of messages" if messages else "a system message" if options.system is not None else "--chat"
     if (messages or options.system is not None or chat) and not loaded.has_chat_template:
         raise UserError(f"model {loaded.name!r} has no chat template, which {wish} needs; give prompts as plain text")
@@ -124,16 +131,17 @@ def prompt_ids(loaded: LoadedModel, prompt: Prompt, options: GenerateOptions) ->
         raise UserError("a prompt holds a character that is not valid Unicode; check how it is encoded") from error
     if not chat:
         return tuple(loaded.tokenizer(prompt, **_QUIET)["input_ids"])
-    return _chat_ids(loaded, prompt, options)
+    asked = ChatOptions(system_prompt=options.system, chat_template_kwargs=options.chat_template_kwargs)
+    return _chat_ids(loaded, prompt, learnt.filled(asked))
 
 
-def _chat_ids(loaded: LoadedModel, prompt: Prompt, options: GenerateOptions) -> tuple[int, ...]:
+def _chat_ids(loaded: LoadedModel, prompt: Prompt, chat: ChatOptions) -> tuple[int, ...]:
     try:
         return render(
             loaded.tokenizer,
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
-            system_prompt=options.system,
-            chat_template_kwargs=options.chat_template_kwargs or None,
+            system_prompt=chat.system_prompt,
+            chat_template_kwargs=chat.chat_template_kwargs or None,
             add_generation_prompt=True,
             stop_ids=loaded.stop_ids,
         ).ids

@@ -9,9 +9,9 @@ from rolecall.config.merge import make
 from rolecall.config.parts import HeldOutOptions
 from rolecall.config.play import PlayOptions
 from rolecall.jobs.agents import EnvSource, env_label, episode_rows, open_arena, open_envs
+from rolecall.jobs.models import open_model, with_model
+from rolecall.jobs.prompting import prompting_of
 from rolecall.jobs.rl import sampler
-from rolecall.jobs.running import model_directory
-from rolecall.policy.load import load
 from rolecall.policy.token_text import token_texts
 from rolecall.recipes.episodes import EnvOnly
 from rolecall.types import Finish, Trajectory
@@ -43,7 +43,7 @@ def play(
 ) -> list[Conversation]:
     """Play episodes: `play(model="runs/agent", env="calculator", n=4)`. `env` may be a class, `rows` a list of dicts."""
     settings |= {"rows": rows} if isinstance(rows, str) else {}
-    options = make(PlayOptions, {**settings, "env": env_label(env)})
+    options = make(PlayOptions, {**with_model(settings), "env": env_label(env)})
     return run(options, env=None if isinstance(env, str) else env, rows=None if isinstance(rows, str) else rows)
 
 
@@ -61,9 +61,10 @@ def run(
         found = train if test is None else test
         chosen = [found[i] for i in range(min(options.n, len(found)))]
         envs = open_envs(source, options.agent, stack)
-        policy = load(model_directory(options.model))
+        policy = open_model(options.model)
+        chat = prompting_of(options.model).filled(options.chat)
         arena = open_arena(
-            envs, options.agent, policy=policy, engine=sampler(policy, options), reward=EnvOnly(), chat=options.chat
+            envs, options.agent, policy=policy, engine=sampler(policy, options), reward=EnvOnly(), chat=chat
         )
         groups = list(range(len(chosen)))
         episodes = arena.play(chosen, options.sampling, n=1, seed=options.seed, step=0, groups=groups)

@@ -37,19 +37,20 @@ from rolecall.jobs.data import (
     prompt_rows,
     unnamed,
 )
+from rolecall.jobs.models import open_policy, open_reward_model, with_model
+from rolecall.jobs.prompting import style_of
 from rolecall.jobs.running import (
     Built,
     Run,
     build_policy,
     execute,
     loop_options,
-    model_directory,
     prepared,
     unless_stopped,
 )
-from rolecall.policy.heads import Critic, RewardModel, ScalarHead
-from rolecall.policy.load import LoadedModel, load
-from rolecall.policy.lora import add_adapter, has_adapter, merged
+from rolecall.policy.heads import Critic, ScalarHead
+from rolecall.policy.load import LoadedModel
+from rolecall.policy.lora import has_adapter, merged
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.token_text import token_bytes
 from rolecall.recipes.collect import Collector
@@ -90,7 +91,7 @@ def rl(
     if preset not in RLOptions.presets:
         raise UserError(f"unknown preset {preset!r}; choose one of {', '.join(RLOptions.presets)}")
     rewards = listed(reward)
-    given = {**settings, **by_name(rows=rows, env=env, reward=rewards)}
+    given = {**with_model(settings), **by_name(rows=rows, env=env, reward=rewards)}
     base = (f"preset {preset}", RLOptions.presets[preset])
     if given.get("resume"):
         base = ("config.json", saved_settings(given.get("out")))
@@ -233,6 +234,7 @@ def _build(
         optimizer=updater.optimizer,
         evaluate=evaluate,
         watch_run=record,
+        prompts="chat" if played is not None else None if train is None else style_of(train),
     )
 
 
@@ -266,25 +268,15 @@ def _stored_answers(options: RLOptions, policy: LoadedModel, engine: Engine, acc
     return StoredAnswers(store, rank=accelerator.process_index, ranks=accelerator.num_processes)
 
 
-def open_policy(name: str, options: Any) -> LoadedModel:
-    """The model to train, with an adapter if the options ask for one."""
-    how = options.policy
-    policy = load(model_directory(name), dtype=how.dtype, gradient_checkpointing=how.gradient_checkpointing)
-    if how.lora_rank is not None:
-        alpha = how.lora_alpha if how.lora_alpha is not None else 2.0 * how.lora_rank
-        policy = add_adapter(policy, rank=how.lora_rank, alpha=alpha, seed=options.seed)
-    return policy
-
-
 def _module(policy: LoadedModel, options: RLOptions) -> PolicyModel:
     o = options.algorithm
     if o.critic == "shared":
         return PolicyModel(policy.model, value_head=ScalarHead(policy.model.config.hidden_size))
     if o.critic == "separate":
         if o.critic_from is not None:
-            critic = Critic.from_reward_model(RewardModel.load(model_directory(o.critic_from)))
+            critic = Critic.from_reward_model(open_reward_model(o.critic_from))
         else:
-            critic = Critic.from_policy(policy)
+            critic = Critic.from_policy(merged(policy) if has_adapter(policy) else policy)
         return PolicyModel(policy.model, critic=critic)
     return PolicyModel(policy.model)
 

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.config.rm import RMOptions
 from rolecall.jobs.data import by_name, check_named, labelled, unnamed
-from rolecall.jobs.running import Built, Run, execute, loop_options, model_directory, prepared, unless_stopped
+from rolecall.jobs.models import start_reward_model, with_model
+from rolecall.jobs.running import Built, Run, execute, loop_options, prepared, unless_stopped
 from rolecall.recipes.reward_model import (
     RewardModelLearner,
     centre,
@@ -24,7 +24,6 @@ from rolecall.recipes.reward_model import (
     read_checkpoint,
     save_reward_model,
     settings_of,
-    start_model,
     write_checkpoint,
 )
 from rolecall.train.progress import Progress
@@ -41,7 +40,7 @@ def rm(
 
     `rows` may be a list of dicts. All other settings are those of `rolecall rm`, nested or dotted.
     """
-    settings |= by_name(rows=rows)
+    settings = {**with_model(settings), **by_name(rows=rows)}
     saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
     options = resolve(RMOptions, [("config.json", saved), ("the call", settings)]).options
     return unless_stopped(run(options, rows=unnamed(rows), progress=progress))
@@ -62,9 +61,8 @@ def _build(
     *,
     rows: Sequence[Mapping[str, Any]] | None,
 ) -> Built:
-    options = replace(options, model=model_directory(options.model))
     budget = options.optim.token_budget
-    model = start_model(options)
+    model = start_reward_model(options.model, options)
     if rows is None:
         check_named("rows", options.rows)
     train, held_out = preferences(options, rows)

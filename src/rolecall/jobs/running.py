@@ -68,6 +68,8 @@ class Built:
     """Told the run directory before the first step."""
     finish: Callable[[RunDir], None] = lambda run: None
     """Told the run directory when the run is done."""
+    prompts: str | None = None
+    """How prompts are put to the model: chat (messages in its template) or text; None if unknown, or both."""
 
 
 def prepared(module: torch.nn.Module, options: OptimOptions, accelerator: Accelerator, timer: Timer) -> Updater:
@@ -121,6 +123,10 @@ class Run:
     """How it ended."""
     metrics: list[dict[str, Any]] = field(default_factory=list)
     """The lines of metrics.jsonl."""
+
+    def __fspath__(self) -> str:
+        """Its directory, so that a run may be given where a path may: as a model, as a reward, to a report."""
+        return str(self.path)
 
     @property
     def model(self) -> Path:
@@ -214,7 +220,7 @@ def _execute(command: str, options: Any, build: Build, progress: Progress, accel
         )
         resumed = _resume(path, run, built, loop, config) if options.resume else None
         if run is not None:
-            _describe(run, command, config, resumed, processes=accelerator.num_processes)
+            _describe(run, command, config, resumed, processes=accelerator.num_processes, prompts=built.prompts)
         start = 0 if resumed is None else resumed.step
         outcome = loop.go(start=start, title=f"{command} in {path}")
         if run is not None and _has_result(outcome, built):
@@ -247,19 +253,6 @@ def _has_result(outcome: Outcome, built: Built) -> bool:
 def configuration(options: Any) -> dict[str, Any]:
     """What a run is, as config.json holds it."""
     return {name: value for name, value in to_dict(options).items() if name not in _HOW}
-
-
-def model_directory(name: str) -> str:
-    """A model's name; for a run's directory that of its final model, or of its latest checkpoint."""
-    path = Path(name).expanduser()
-    if not (path / "run.json").is_file():
-        return name
-    if (path / "model").is_dir():
-        return str(path / "model")
-    found = checkpoint.latest(path / "checkpoints", read_only=True)
-    if found is None:
-        raise UserError(f"the run {name} has no model and no checkpoint yet; let it train, or start from another model")
-    return str(found.path)
 
 
 def _accelerator(options: RunOptions) -> Accelerator:
@@ -341,7 +334,15 @@ def _matters(name: str, old: object, new: object, config: Mapping[str, Any]) -> 
     return name == "eval.held_out" or not name.startswith(("save.", "eval."))
 
 
-def _describe(run: RunDir, command: str, config: Mapping[str, Any], resumed: Resumed | None, *, processes: int) -> None:
+def _describe(
+    run: RunDir,
+    command: str,
+    config: Mapping[str, Any],
+    resumed: Resumed | None,
+    *,
+    processes: int,
+    prompts: str | None,
+) -> None:
     """config.json and run.json."""
     history = json.loads(run.run.read_text()).get("resumed", []) if run.run.is_file() else []
     if resumed is not None:
@@ -351,6 +352,7 @@ def _describe(run: RunDir, command: str, config: Mapping[str, Any], resumed: Res
         "command": command,
         "arguments": sys.argv[1:],
         "seed": config.get("seed"),
+        "prompts": prompts,
         "versions": {name: version(name) for name in ("rolecall", "torch", "transformers", "accelerate")},
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),

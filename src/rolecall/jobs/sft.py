@@ -15,7 +15,9 @@ from rolecall.config.sft import SFTOptions
 from rolecall.errors import UserError
 from rolecall.jobs.agents import env_source, episode_rows, open_arena, open_envs
 from rolecall.jobs.data import by_name, demonstrated, labelled, open_reward, prompt_rows, rendered_rows, unnamed
-from rolecall.jobs.rl import open_policy, sampler
+from rolecall.jobs.models import open_policy, with_model
+from rolecall.jobs.prompting import style_of
+from rolecall.jobs.rl import sampler
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, prepared, unless_stopped
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.episodes import EnvOnly, EpisodeEvaluator
@@ -37,7 +39,7 @@ def sft(
 
     `rows` may be a list of dicts. All other settings are those of `rolecall sft`, nested or dotted.
     """
-    settings |= by_name(rows=rows)
+    settings = {**with_model(settings), **by_name(rows=rows)}
     saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
     options = resolve(SFTOptions, [("config.json", saved), ("the call", settings)]).options
     return unless_stopped(run(options, rows=unnamed(rows), progress=progress))
@@ -73,6 +75,7 @@ def _build(
         module=module,
         optimizer=updater.optimizer,
         evaluate=task_evaluator(options, policy, source, stack),
+        prompts=style_of(found),
     )
 
 

@@ -83,6 +83,11 @@ def load(
         raise LoadError(f"model {name!r}: no such directory; give a model directory, a .gguf file, a hub id, or 'tiny'")
     else:
         model, tokenizer = _read(name, dtype=dtype)
+    return ready(model, tokenizer, name=name, gradient_checkpointing=gradient_checkpointing)
+
+
+def ready(model: Any, tokenizer: Any, *, name: str, gradient_checkpointing: bool) -> LoadedModel:
+    """A model and its tokenizer, made ready for RL in place and checked."""
     check_finite(model, where=name)
     make_trainable(model, gradient_checkpointing=gradient_checkpointing)
     _check_vocabulary(model, tokenizer, where=name)

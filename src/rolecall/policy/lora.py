@@ -2,7 +2,8 @@
 
 There is only ever one adapter, the one that trains. An adapter that is already there (from SFT) is merged into the
 weights before a new one goes on top, so that with the adapter off the model is what it was before RL: the reference is
-SFT, not the bare base model, and needs no second copy of the weights.
+SFT, not the bare base model, and needs no second copy of the weights. Where it is the old adapter that trains on, the
+reference is a copy (`train.reference`).
 """
 
 import copy
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from rolecall.policy.load import LoadedModel, LoadError, check_finite, make_trainable, save, stop_dropout
+from rolecall.policy.quantize import restore
 
 
 def add_adapter(
@@ -25,25 +27,35 @@ def add_adapter(
     rank: int = 16,
     alpha: float = 32,
     target_modules: str | Sequence[str] = "all-linear",
+    rs: bool = False,
     seed: int = 0,
 ) -> LoadedModel:
     """The model with a fresh adapter; only the adapter trains. Its output is at first exactly that of the model.
 
     The given model is built into the result and must not be used any more. The seed decides the adapter's random half.
+    `rs` scales it by alpha / sqrt(rank) instead of alpha / rank (rsLoRA).
     """
     peft = _peft()
-    base, base_name = loaded.model, loaded.name
+    base_name = "" if has_adapter(loaded) else loaded.name  # merged, they are no longer the weights of that name
+    base = merge(loaded).model
     checkpointing = bool(base.is_gradient_checkpointing)
-    if has_adapter(loaded):
-        base, base_name = base.merge_and_unload(), ""  # no longer the weights of that name
-        make_trainable(base, gradient_checkpointing=checkpointing)
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     config = peft.LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, bias="none", task_type="CAUSAL_LM"
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=targets,
+        use_rslora=rs,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = peft.get_peft_model(base, config)
+        try:
+            model = peft.get_peft_model(base, config)
+        except ValueError as error:
+            linear = sorted({n.rpartition(".")[2] for n, m in base.named_modules() if isinstance(m, torch.nn.Linear)})
+            raise LoadError(f"LoRA finds no layers {targets} in {loaded.name!r}; it has {', '.join(linear)}") from error
     model.peft_config["default"].base_model_name_or_path = base_name
     return replace(loaded, model=model.train(checkpointing))
 
@@ -73,9 +85,37 @@ def load_adapter(loaded: LoadedModel, directory: str | Path, *, trainable: bool 
     return replace(loaded, model=model.train(checkpointing))
 
 
+def continues(loaded: LoadedModel, *, rank: int, alpha: float | None, targets: Sequence[str], rs: bool) -> bool:
+    """Whether the adapter that the model carries is one of these settings; no alpha and no targets fit any."""
+    config = loaded.model.peft_config["default"]
+    return bool(
+        config.r == rank
+        and config.use_rslora == rs
+        and alpha in (None, config.lora_alpha)
+        and (not targets or set(targets) == set(config.target_modules))
+    )
+
+
+def merge(loaded: LoadedModel) -> LoadedModel:
+    """The model with its adapter, if it has one, worked into the weights. The given one must not be used any more."""
+    if not has_adapter(loaded):
+        return loaded
+    checkpointing = bool(loaded.model.is_gradient_checkpointing)
+    restore(loaded.model)
+    plain = loaded.model.merge_and_unload(safe_merge=True)
+    make_trainable(plain, gradient_checkpointing=checkpointing)
+    return replace(loaded, model=plain)
+
+
 def has_adapter(loaded: LoadedModel) -> bool:
     """Whether the model carries an adapter."""
     return hasattr(loaded.model, "peft_config")
+
+
+def is_fresh(model: Any) -> bool:
+    """Whether the adapter changes nothing yet: switched off, the model is then what it is now."""
+    halves = ("lora_B", "lora_embedding_A")  # those that begin as zeros
+    return not any(bool(p.any()) for name, p in model.named_parameters() if any(half in name for half in halves))
 
 
 @contextmanager
@@ -92,12 +132,7 @@ def merged(loaded: LoadedModel) -> LoadedModel:
 
     Taken from a copy because adding an adapter to the weights and taking it off again does not restore every bit.
     """
-    if not has_adapter(loaded):
-        return replace(loaded, model=copy.deepcopy(loaded.model))
-    checkpointing = bool(loaded.model.is_gradient_checkpointing)
-    plain = copy.deepcopy(loaded.model).merge_and_unload(safe_merge=True)
-    make_trainable(plain, gradient_checkpointing=checkpointing)
-    return replace(loaded, model=plain)
+    return merge(replace(loaded, model=copy.deepcopy(loaded.model)))
 
 
 def export(loaded: LoadedModel, directory: str | Path) -> None:
@@ -109,7 +144,9 @@ def export_base(loaded: LoadedModel, directory: str | Path) -> None:
     """Write the weights the adapter sits on, without it: the reference as a model of its own."""
     if not has_adapter(loaded):
         raise ValueError("the model carries no adapter, so it is its own base: use `load.save`")
-    save(replace(loaded, model=copy.deepcopy(loaded.model).unload()), directory)
+    copied = copy.deepcopy(loaded.model)
+    restore(copied)
+    save(replace(loaded, model=copied.unload()), directory)
 
 
 def save_adapter(loaded: LoadedModel, directory: str | Path, *, base: str | None = None) -> None:
@@ -135,9 +172,14 @@ def save_adapter(loaded: LoadedModel, directory: str | Path, *, base: str | None
         config.base_model_name_or_path = saved
 
 
+def check_installed() -> None:
+    """Raise unless peft is there, before a large model is read in vain."""
+    _peft()
+
+
 def _peft() -> ModuleType:
     try:
         import peft
     except ImportError as error:
-        raise ImportError("LoRA adapters need the peft package: pip install 'rolecall[lora]'") from error
+        raise LoadError("LoRA adapters need the peft package: pip install 'rolecall[lora]'") from error
     return peft

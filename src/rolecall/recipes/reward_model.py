@@ -16,14 +16,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
-from transformers import AutoConfig
 
 from rolecall.config.dpo import DPOOptions
 from rolecall.config.parts import ChatOptions
 from rolecall.config.rm import RMOptions
 from rolecall.maths.losses import bradley_terry
 from rolecall.policy.heads import RewardModel
-from rolecall.policy.load import Dtype, load
+from rolecall.policy.load import Dtype
 from rolecall.policy.packing import micro_batches, right_padded
 from rolecall.rewards.model import RewardSettings, encode_answer, score_ids, write_settings
 from rolecall.tasks.builtin import preference_rows
@@ -71,19 +70,6 @@ class Pairs:
         """One sentence for people."""
         left_out = [f"{n} {why}" for n, why in ((self.too_long, "too long"), (self.same, "the same twice")) if n]
         return f"{len(self.pairs)} pairs" + (f"; left out: {', '.join(left_out)}" if left_out else "")
-
-
-def start_model(options: RMOptions) -> RewardModel:
-    """A language model with a head of zeros, which prefers nothing; or a reward model that trains on."""
-    p = options.policy
-    directory = Path(options.model).expanduser()
-    if (directory / "config.json").is_file():
-        architectures = AutoConfig.from_pretrained(directory).architectures or [""]
-        if "SequenceClassification" in architectures[0]:
-            return RewardModel.load(directory, dtype=p.dtype, gradient_checkpointing=p.gradient_checkpointing)
-    return RewardModel.from_policy(
-        load(options.model, dtype=p.dtype, gradient_checkpointing=p.gradient_checkpointing), seed=options.seed
-    )
 
 
 def preferences(

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from rolecall.policy.head_ops import Head
+from rolecall.policy.lora import is_fresh
 from rolecall.policy.lora import reference as without_adapter
 from rolecall.policy.model import PolicyModel
 
 
 class Reference:
-    """A frozen copy of the policy or, where an adapter trains, the policy with the adapter switched off."""
+    """A frozen copy of the policy or, where a fresh adapter trains, the policy with the adapter switched off."""
 
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
-        self._adapter = hasattr(policy.model, "disable_adapter")
+        self._adapter = hasattr(policy.model, "disable_adapter") and is_fresh(policy.model)
         self._frozen = None if self._adapter else self._copy()
 
     def _copy(self) -> PolicyModel:

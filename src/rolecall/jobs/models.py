@@ -1,0 +1,149 @@
+"""Models from what a user gives: a name, a run, an adapter's directory, or objects from Python.
+
+Every command and option that takes a model comes here, so all of them take the same things.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from rolecall.config.given import GIVEN, GivenModel
+from rolecall.errors import UserError
+from rolecall.policy.heads import RewardModel
+from rolecall.policy.load import Dtype, LoadedModel, LoadError, load
+from rolecall.policy.lora import add_adapter, check_installed, continues, has_adapter, load_adapter, merge
+from rolecall.policy.objects import from_objects
+from rolecall.policy.quantize import quantized
+from rolecall.rewards.model import RewardModelReward
+from rolecall.train import checkpoint
+
+_log = logging.getLogger("rolecall")
+
+
+def with_model(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a call in which a model object, with its tokenizer, stands in the place of a name."""
+    found = dict(settings)
+    model, tokenizer = found.get("model"), found.pop("tokenizer", None)
+    if model is None or isinstance(model, str | PathLike):
+        if tokenizer is not None:
+            raise UserError("tokenizer goes with a model object: a model given by name brings its own, leave it out")
+        return found
+    if isinstance(model, tuple | list) and len(model) == 2 and tokenizer is None:
+        model, tokenizer = model
+    if tokenizer is None:
+        raise UserError(
+            f"model is a {type(model).__name__} without a tokenizer: give model=..., tokenizer=..., or a model's name"
+        )
+    found["model"] = GivenModel(model, tokenizer)
+    return found
+
+
+def model_directory(name: str) -> str:
+    """A model's name; for a run's directory that of its final model, or of its latest checkpoint."""
+    path = Path(name).expanduser()
+    if not (path / "run.json").is_file():
+        return name
+    if (path / "model").is_dir():
+        return str(path / "model")
+    found = checkpoint.latest(path / "checkpoints", read_only=True)
+    if found is None or not (found.path / "config.json").is_file():
+        raise UserError(f"the run {name} has no model and no checkpoint of one; let it train, or give another model")
+    return str(found.path)
+
+
+def open_model(name: str, *, dtype: Dtype = "float32", gradient_checkpointing: bool = False) -> LoadedModel:
+    """The model to sample from, or whose weights all train; an adapter is merged into its base."""
+    loaded = _open(name, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+    if not has_adapter(loaded):
+        return loaded
+    _log.info("the adapter of %s is merged into its base model", name)
+    return merge(loaded)
+
+
+def open_policy(name: str, options: Any) -> LoadedModel:
+    """The model to train, with an adapter if the options ask for one."""
+    how = options.policy
+    if how.lora_rank is None:
+        return open_model(name, dtype=how.dtype, gradient_checkpointing=how.gradient_checkpointing)
+    check_installed()
+    policy = _open(name, dtype=how.dtype, gradient_checkpointing=how.gradient_checkpointing)
+    alpha = how.lora_alpha if how.lora_alpha is not None else 2.0 * how.lora_rank
+    targets = how.lora_targets or "all-linear"
+    if has_adapter(policy):
+        goes_on = how.quantize == "none" and continues(
+            policy, rank=how.lora_rank, alpha=how.lora_alpha, targets=how.lora_targets, rs=how.lora_rs
+        )
+        if goes_on:
+            _log.info("training goes on with the adapter of %s", name)
+            return policy
+        why = "the model is quantised" if how.quantize != "none" else "its LoRA settings are others"
+        _log.warning("the adapter of %s is merged, and a new one goes on top: %s", name, why)
+        policy = merge(policy)
+    if how.quantize != "none":
+        policy = quantized(policy, how.quantize)
+    return add_adapter(
+        policy, rank=how.lora_rank, alpha=alpha, target_modules=targets, rs=how.lora_rs, seed=options.seed
+    )
+
+
+def open_reward_model(name: str, *, dtype: Dtype = "float32", gradient_checkpointing: bool = False) -> RewardModel:
+    """A reward model, to train on or to start a critic from."""
+    return RewardModel.load(model_directory(name), dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+
+
+def reward_of_model(name: str, *, weight: float) -> RewardModelReward:
+    """A reward model as a reward."""
+    return RewardModelReward.load(model_directory(name), weight=weight)
+
+
+def start_reward_model(name: str, options: Any) -> RewardModel:
+    """A language model with a head of zeros, which prefers nothing; or a reward model that trains on."""
+    how: dict[str, Any] = {
+        "dtype": options.policy.dtype,
+        "gradient_checkpointing": options.policy.gradient_checkpointing,
+    }
+    directory = Path(name if isinstance(name, GivenModel) else model_directory(name)).expanduser()
+    if (directory / "config.json").is_file():
+        architectures = AutoConfig.from_pretrained(directory).architectures or [""]
+        if "SequenceClassification" in architectures[0]:
+            return open_reward_model(name, **how)
+    return RewardModel.from_policy(open_model(name, **how), seed=options.seed)
+
+
+def _open(name: str, *, dtype: Dtype, gradient_checkpointing: bool) -> LoadedModel:
+    """The model as it is, with the adapter that it may carry."""
+    how: dict[str, Any] = {"dtype": dtype, "gradient_checkpointing": gradient_checkpointing}
+    if isinstance(name, GivenModel):
+        return from_objects(name.model, name.tokenizer, name=str(name), **how)
+    if name.startswith(GIVEN):
+        raise UserError("this run's model came from Python: resume it from Python too, with the same model")
+    place = model_directory(name)
+    base = _base_of(Path(place).expanduser())
+    if base is None:
+        return load(place, **how)
+    check_installed()
+    try:
+        return load_adapter(load(model_directory(base), **how), Path(place).expanduser())
+    except LoadError as error:
+        raise LoadError(f"adapter {name!r} on {base!r}: {error}") from error
+
+
+def _base_of(directory: Path) -> str | None:
+    """The base model that an adapter's directory names; None if it is no adapter."""
+    path = directory / "adapter_config.json"
+    if (directory / "config.json").is_file() or not path.is_file():
+        return None
+    try:
+        base = json.loads(path.read_text())["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise LoadError(f"adapter {str(directory)!r}: adapter_config.json cannot be read; copy it again") from error
+    if not base:
+        raise LoadError(
+            f"adapter {str(directory)!r} does not name its base model: set base_model_name_or_path in {path}"
+        )
+    return str(base)
