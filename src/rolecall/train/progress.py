@@ -74,6 +74,10 @@ class Lines:
         if now - max(self._phase_last, self._last) < self._phase_every:
             return
         self._phase_last = now
+        if not done:
+            waited = duration(now - self._phase_begun)
+            _log.info("%s: %d of %d %s after %s", self._phase, done, total, unit, waited)
+            return
         rate = done / (now - self._phase_begun)
         left = duration((total - done) / rate)
         _log.info("%s: %d of %d %s, %.3g a second, %s left", self._phase, done, total, unit, rate, left)
