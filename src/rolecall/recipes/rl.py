@@ -26,9 +26,9 @@ from rolecall.recipes.experience import MiniStep, Rollout, Watch
 from rolecall.recipes.measure import finish, in_words, measure_drawn, measure_rollout, measure_update
 from rolecall.recipes.prepare import Preparer, Source
 from rolecall.recipes.replay import Replay, finish_replay, measure_replay
-from rolecall.rewards.records import Reward
+from rolecall.rewards.records import Reward, why_unscored
 from rolecall.rollout.engine import Engine
-from rolecall.tasks.rows import Rows
+from rolecall.tasks.rows import Rows, place_of
 from rolecall.train.metrics import Meter
 from rolecall.train.optim import lr_factor, set_lr
 from rolecall.train.reference import Reference
@@ -98,6 +98,8 @@ class RLLearner:
         self._meter = Meter()
         self._metrics: dict[str, float] = {}
         self._terms: tuple[str, ...] = ()
+        self.unscored: str | None = None
+        """Why no answer of this process has a score in the last step; None if any has."""
 
     def _answers(self, rows: Rows | None) -> Collector:
         if rows is None:
@@ -119,6 +121,10 @@ class RLLearner:
     def collect(self, step: int) -> Rollout:
         """Sample and score the next answers, and make them a batch that is ready to train."""
         found = self.collector.collect(step)
+        rows = getattr(self.collector, "rows", None)
+        self.unscored = why_unscored(
+            found.scored, lambda i: f"row {found.rows[i]}" if rows is None else place_of(rows, found.rows[i])
+        )
         old = self.options.old_source
         source = Source(old_logprobs=old, recorded=old == "behaviour" or not self.options.sampled_now)
         with self.timer.phase("score"):
