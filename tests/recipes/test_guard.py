@@ -44,7 +44,9 @@ def test_a_healthy_run_trips_nothing_and_says_that_weights_moved(algorithm, dtyp
     assert learner.metrics()["weights_moved"] == 1
     assert learner.metrics()["engine_in_sync"] == 1
     assert ("rounded_away" in learner.metrics()) == (dtypes[0] == "bfloat16")
-    assert not any(word in learner.explain() for word in ("weights", "engine", "sync")), "only what is not as it should be"
+    assert not any(word in learner.explain() for word in ("weights", "engine", "sync")), (
+        "only what is not as it should be"
+    )
 
 
 def test_an_adapter_is_compared_merged():

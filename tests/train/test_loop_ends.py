@@ -109,7 +109,9 @@ def test_a_model_that_needs_no_training_reaches_its_goal(tmp_path):
 
 def test_remarks_are_said_once_and_again_only_when_they_change(tmp_path):
     learner = Told(GOOD, said="reward 1\nthe loss is policy")
-    learner.on_step = lambda step: setattr(learner, "said", f"reward {step}\nthe loss is {'policy' if step < 3 else 'KL'}")
+    learner.on_step = lambda step: setattr(
+        learner, "said", f"reward {step}\nthe loss is {'policy' if step < 3 else 'KL'}"
+    )
     said = looped(tmp_path, learner, steps=4)[1]
     assert said == ["the loss is policy", "the loss is KL", "done after 4 steps"]
 

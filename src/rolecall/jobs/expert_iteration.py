@@ -27,6 +27,7 @@ from rolecall.recipes.ask import Asker
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.expert_iteration import ExpertIterationLearner
 from rolecall.rollout.engine import warn_if_support_is_cut
+from rolecall.train.callbacks import Given
 from rolecall.train.progress import Progress
 from rolecall.train.rundir import RunDir
 from rolecall.train.timing import Timer
@@ -37,6 +38,7 @@ def expert_iteration(
     rows: str | Sequence[Mapping[str, Any]] | None = None,
     reward: Any = None,
     progress: Progress | None = None,
+    callbacks: Sequence[Given] = (),
     **settings: Any,
 ) -> Run:
     """Expert iteration: `expert_iteration(model="runs/sft-1", rows="data.jsonl", reward=my_reward, steps=5)`.
@@ -48,7 +50,9 @@ def expert_iteration(
     given = {**settings, **by_name(rows=rows, reward=rewards)}
     saved = saved_settings(given.get("out")) if given.get("resume") else {}
     options = resolve(ExpertIterationOptions, [("config.json", saved), ("the call", given)]).options
-    return unless_stopped(run(options, rows=unnamed(rows), rewards=rewards or None, progress=progress))
+    return unless_stopped(
+        run(options, rows=unnamed(rows), rewards=rewards or None, progress=progress, callbacks=callbacks)
+    )
 
 
 def run(
@@ -57,10 +61,12 @@ def run(
     rows: Sequence[Mapping[str, Any]] | None = None,
     rewards: Sequence[Any] | None = None,
     progress: Progress | None = None,
+    callbacks: Sequence[Given] = (),
 ) -> Run:
     """Run from options; rows and rewards that are objects take the place of the named ones."""
     options = labelled(options, rows=rows, reward=rewards)
-    return execute("expert-iteration", options, partial(_build, rows=rows, rewards=rewards), progress=progress)
+    build = partial(_build, rows=rows, rewards=rewards)
+    return execute("expert-iteration", options, build, progress=progress, callbacks=callbacks)
 
 
 def _build(

@@ -113,11 +113,11 @@ class ExpertIterationLearner:
         set_lr(self.updater.optimizer, lr_factor(found.step, steps=o.steps, options=o.optim))
         results: list[StepResult] = []
         everywhere = int(self.updater.all_sum(torch.tensor(float(len(found.kept)))))
-        for epoch in range(o.epochs):
-            for rows in self._parts(found, epoch, -(-everywhere // o.batch)):
-                batch = self._batch(found, rows)
-                results.append(self.updater.step(batch, nll, temperature=1.0))
-                self._meter.mean("entropy", results[-1].outputs.entropy, trained(batch))
+        parts = [rows for epoch in range(o.epochs) for rows in self._parts(found, epoch, -(-everywhere // o.batch))]
+        for rows in self.updater.timer.parts(parts):
+            batch = self._batch(found, rows)
+            results.append(self.updater.step(batch, nll, temperature=1.0))
+            self._meter.mean("entropy", results[-1].outputs.entropy, trained(batch))
         self.asker.engine.load(engine_weights(self.policy), self.asker.engine.version + 1)
         count = max(1, len(results))
         self._metrics = {

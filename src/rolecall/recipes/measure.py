@@ -157,7 +157,11 @@ def _why_untrained(m: dict[str, float]) -> str:
     """By what most tokens were left out for."""
     found = {verdict: m.get(f"untrained_tokens/{verdict.name.lower()}", 0.0) for verdict in _LEFT_OUT}
     most = max(found, key=found.__getitem__)
-    return f"{most.sentence[0].lower()}{most.sentence[1:].rstrip('.')}" if found[most] else "no answer has a token to train"
+    return (
+        f"{most.sentence[0].lower()}{most.sentence[1:].rstrip('.')}"
+        if found[most]
+        else "no answer has a token to train"
+    )
 
 
 def _why_small(m: dict[str, float]) -> str:

@@ -184,17 +184,21 @@ class RLLearner:
         set_lr(self.updater.optimizer, lr_factor(rollout.step, steps=self.options.steps, options=self.options.optim))
         getattr(self.engine, "release", lambda: None)()
         steps: list[MiniStep] = []
-        for epoch in range(o.epochs):
-            for i, rows in enumerate(self._minibatches(batch, rollout.step, epoch)):
-                part = batch if o.minibatches == 1 else batch.rows(rows)
-                result = self.updater.step(
-                    part,
-                    rollout.algorithm.loss,
-                    temperature=self.sampling.scoring_temperature,
-                    record=True,
-                    against=self.prepare.against if o.kl_in == "loss" else None,
-                )
-                steps.append(MiniStep(epoch=epoch, minibatch=i, rows=rows, batch=part, result=result))
+        planned = [
+            (epoch, i, rows)
+            for epoch in range(o.epochs)
+            for i, rows in enumerate(self._minibatches(batch, rollout.step, epoch))
+        ]
+        for epoch, i, rows in self.timer.parts(planned):
+            part = batch if o.minibatches == 1 else batch.rows(rows)
+            result = self.updater.step(
+                part,
+                rollout.algorithm.loss,
+                temperature=self.sampling.scoring_temperature,
+                record=True,
+                against=self.prepare.against if o.kl_in == "loss" else None,
+            )
+            steps.append(MiniStep(epoch=epoch, minibatch=i, rows=rows, batch=part, result=result))
         with self.timer.phase("sync"):
             self.engine.load(engine_weights(self.policy), self.engine.version + 1)
         self._measure(rollout, steps)

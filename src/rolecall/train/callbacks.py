@@ -1,6 +1,6 @@
 """Objects of the user's that a run calls at its moments, on the first process alone."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -61,7 +61,7 @@ class Callback:
         """When the run has ended and its model is written; not after an error that stops it at once."""
 
 
-Given = Callback | Callable[[Control, dict[str, float]], str | None] | Any
+Given = Any
 """A `Callback`, any object with some of its methods, or a function that is called at each step."""
 
 
@@ -106,7 +106,9 @@ def check_callbacks(given: Any) -> None:
         raise UserError(f"callbacks must be a list, such as callbacks=[my_callback]; this is a {type(given).__name__}")
     for one in given:
         if isinstance(one, type):
-            raise UserError(f"callbacks takes objects and functions, and {one.__name__} is a class: give {one.__name__}()")
+            raise UserError(
+                f"callbacks takes objects and functions, and {one.__name__} is a class: give {one.__name__}()"
+            )
         odd = [name for name in dir(one) if name.startswith("on_") and name not in MOMENTS]
         if odd:
             raise UserError(

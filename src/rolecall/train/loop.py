@@ -1,7 +1,7 @@
 """The loop: collect, update, log, evaluate, save. It knows one protocol and nothing of what is learned."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from math import inf, isnan
 from pathlib import Path
@@ -156,6 +156,15 @@ class Loop:
             finally:
                 self.progress.end()
 
+    def tell_end(self, outcome: Outcome) -> Outcome:
+        """Call the callbacks when the model is written; one that fails now turns the outcome into an error."""
+        before = self.callbacks.failed
+        self._tell("on_end", outcome.step, outcome)
+        if self.callbacks.failed == before:
+            return outcome
+        self.progress.say(str(self.callbacks.failed))
+        return replace(outcome, exit_code=ExitCode.ERROR, reason=str(self.callbacks.failed))
+
     def _steps(self, start: int, stop: StopSignals) -> Outcome:
         o, step = self.options, start
         for step in range(start + 1, o.steps + 1):
@@ -176,8 +185,8 @@ class Loop:
             if last or improved or (o.save_every and step % o.save_every == 0):
                 try:
                     self._save(step, stop)
-                except NotFinite as error:
-                    return self._diverged(step, str(error))
+                except NotFinite as not_finite:
+                    return self._diverged(step, str(not_finite))
                 asked = self._asked(stop)  # a callback may stop the run when it is told of the checkpoint
             failures = int(self.agree(float(self._disk_failures)))
             if failures >= o.disk_failures or (last and failures):

@@ -1,7 +1,7 @@
 """Where the time of a step goes, and how far its phases have come."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
@@ -26,6 +26,7 @@ class Timer:
     def __init__(self, *, watcher: Watcher | None = None) -> None:
         self._seconds: dict[str, float] = {}
         self.watcher = watcher
+        self._part, self._parts = 0, 1
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -44,10 +45,19 @@ class Timer:
             self.advance(done, total, unit)
             yield one
 
+    def parts(self, parts: Sequence[T]) -> Iterator[T]:
+        """The same parts of a phase, such as its optimiser steps; units counted within one are so many of all parts'."""
+        try:
+            for self._part, one in enumerate(parts):
+                self._parts = len(parts)
+                yield one
+        finally:
+            self._part, self._parts = 0, 1
+
     def advance(self, done: int, total: int, unit: str) -> None:
         """Of the phase's `total` units, `done` are done."""
         if self.watcher is not None:
-            self.watcher.advance(done, total, unit)
+            self.watcher.advance(self._part * total + done, self._parts * total, unit)
 
     def take(self) -> dict[str, float]:
         """What was measured; starts again from nothing."""
