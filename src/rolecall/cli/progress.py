@@ -17,7 +17,7 @@ class Bars:
         """Steps that follow each other faster than `every_s` do not have a line each."""
         self._bars = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description:8}", markup=False),
+            TextColumn("{task.description:9}", markup=False),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[count]}", markup=False),
             console=console or Console(stderr=True),

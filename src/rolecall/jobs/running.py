@@ -213,7 +213,7 @@ def _execute(
         if run is not None:
             built.watch_run(run)
         log = start_trackers(accelerator, options, config, path)
-        called = Callbacks(callbacks if run is not None else (), path=path, steps=options.steps)
+        called = Callbacks(callbacks if run is not None else (), path=path, steps=built.loop.steps)
         loop = Loop(
             built.learner,
             built.loop,

@@ -26,7 +26,7 @@ class Timer:
     def __init__(self, *, watcher: Watcher | None = None) -> None:
         self._seconds: dict[str, float] = {}
         self.watcher = watcher
-        self._part, self._parts = 0, 1
+        self._in_parts = False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -46,18 +46,20 @@ class Timer:
             yield one
 
     def parts(self, parts: Sequence[T]) -> Iterator[T]:
-        """The same parts of a phase, such as its optimiser steps; units counted within one are so many of all parts'."""
+        """The same optimiser steps of a phase. They are what is counted, unless there is but one: then what it counts."""
+        self._in_parts = len(parts) > 1
         try:
-            for self._part, one in enumerate(parts):
-                self._parts = len(parts)
+            for done, one in enumerate(parts):
+                if self._in_parts and self.watcher is not None:
+                    self.watcher.advance(done, len(parts), "optimiser steps")
                 yield one
         finally:
-            self._part, self._parts = 0, 1
+            self._in_parts = False
 
     def advance(self, done: int, total: int, unit: str) -> None:
         """Of the phase's `total` units, `done` are done."""
-        if self.watcher is not None:
-            self.watcher.advance(self._part * total + done, self._parts * total, unit)
+        if self.watcher is not None and not self._in_parts:
+            self.watcher.advance(done, total, unit)
 
     def take(self) -> dict[str, float]:
         """What was measured; starts again from nothing."""
