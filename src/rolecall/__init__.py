@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rolecall.jobs.rl import rl as rl
     from rolecall.jobs.rm import rm as rm
     from rolecall.jobs.sft import sft as sft
+    from rolecall.train.callbacks import Callback as Callback
 
 __version__ = "0.1.0"
 
@@ -40,12 +41,14 @@ _JOBS = (
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _JOBS:
-        raise AttributeError(f"module 'rolecall' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "Callback":
+        return import_module("rolecall.train.callbacks").Callback
+    if name not in _JOBS:
+        raise AttributeError(f"module 'rolecall' has no attribute {name!r}")
     return getattr(import_module(f"rolecall.jobs.{name}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_JOBS])
+    return sorted([*globals(), *_JOBS, "Callback"])

@@ -187,9 +187,9 @@ def test_no_rows_from_python_are_not_the_default_rows():
 
 def test_a_tracker_that_is_not_installed_is_named_with_the_pip_command(monkeypatch, capsys, tmp_path):
     from rolecall.cli import main
-    from rolecall.jobs import running
+    from rolecall.jobs import tracking
 
-    monkeypatch.setattr(running, "find_spec", lambda name: None)
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     assert main(["sft", "--rows", "sorting", "--save.trackers", "tensorboard", "--out", str(tmp_path / "run")]) == 2
     assert "pip install 'rolecall[track]'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

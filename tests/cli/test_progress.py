@@ -80,3 +80,14 @@ def test_lines_say_how_far_a_long_phase_has_come(caplog, monkeypatch):
     said = [r.getMessage() for r in caplog.records if "generate" in r.getMessage()]
     assert said[0] == "generate: 4 of 40 answers, 0.167 a second, 3 min 36 s left"
     assert len(said) == 2
+
+
+def test_a_long_phase_that_has_done_nothing_yet_says_so(caplog, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    lines = Lines(phase_every_s=20)
+    with caplog.at_level(logging.INFO, logger="rolecall"):
+        lines.phase("reward")
+        now[0] += 21
+        lines.advance(0, 32, "rewards")
+    assert caplog.messages == ["reward: 0 of 32 rewards after 21 s"]

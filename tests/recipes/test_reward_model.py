@@ -193,7 +193,7 @@ def test_the_numbers_of_a_step_worked_by_hand():
     # d loss / d scale = mean of - margin sigmoid(- margin) = (-2 x 0.119203 + 1 x 0.731059) / 2
     assert found["grad_norm"] == pytest.approx(0.246326, abs=1e-5)
     assert found["skipped"] == 0
-    assert learner.explain().startswith("loss 0.7201, 50% of pairs ranked right by 0.5 on average")
+    assert learner.explain() == "loss 0.7201, 50% ranked right, margin 0.5"
 
 
 def test_calibration_worked_by_hand():

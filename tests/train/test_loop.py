@@ -139,8 +139,8 @@ def test_the_count_of_bad_steps_survives_a_resume(tmp_path):
         LoopOptions(steps=1, save_every=1, keep=2, eval_every=0, main="reward"),
         run=None, config={}, write=lambda d, e: None, evaluate=None, progress=Quiet(), timer=Timer(),
     )  # fmt: skip
-    loop.load_state_dict({"best": 0.5, "best_step": 3, "bad": 2})
-    assert loop.state_dict() == {"best": 0.5, "best_step": 3, "bad": 2}
+    loop.load_state_dict({"best": 0.5, "best_step": 3, "bad": 2, "idle": 7})
+    assert loop.state_dict() == {"best": 0.5, "best_step": 3, "bad": 2, "idle": 7}
 
 
 def test_weights_that_are_not_finite_are_not_saved_and_end_the_run_as_diverged(tmp_path):

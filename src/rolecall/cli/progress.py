@@ -1,46 +1,38 @@
-"""Progress on a terminal: a bar for the run, a bar for the phase of the moment, the last step in words."""
+"""Progress on a terminal: a line per step, a bar for the run, a bar for the phase of the moment."""
 
 import time
 from collections.abc import Mapping
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
+
+from rolecall.train.progress import Rate
 
 
 class Bars:
-    """A rich display on stderr, so that what a command prints can still be piped."""
+    """A rich display on stderr, so that what a command prints can still be piped. It fits 80 columns."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, every_s: float = 1.0) -> None:
+        """Steps that follow each other faster than `every_s` do not have a line each."""
         self._bars = Progress(
             SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}", markup=False),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            TextColumn("{task.description:9}", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[count]}", markup=False),
             console=console or Console(stderr=True),
             transient=False,
         )
         self._run: TaskID | None = None
         self._phase: TaskID | None = None
-        self._start = 0
-        self._begun = self._phase_begun = time.monotonic()
+        self._rate, self._every, self._last = Rate(), every_s, -float("inf")
+        self._phase_begun = 0.0
 
     def begin(self, title: str, *, start: int, steps: int) -> None:
-        """Show the run's bar."""
-        self._start, self._begun = start, time.monotonic()
-        self._run = self._bars.add_task(title, total=steps, completed=start, rate="")
+        """Name the run and show its bar."""
+        self._rate.begin(start=start, steps=steps)
+        self.say(f"{title}: steps {start + 1} to {steps}")
+        self._run = self._bars.add_task("step", total=steps, completed=start, count=f"{start}/{steps}")
         self._bars.start()
 
     def phase(self, name: str) -> None:
@@ -50,25 +42,28 @@ class Bars:
         self._phase_begun = time.monotonic()
         if self._phase is not None:
             self._bars.remove_task(self._phase)
-        self._phase = self._bars.add_task(f"  {name}", total=None, rate="")
+        self._phase = self._bars.add_task(name, total=None, count="")
 
     def advance(self, done: int, total: int, unit: str) -> None:
         """Move the phase's bar."""
         if self._phase is None:
             return
         rate = done / max(1e-9, time.monotonic() - self._phase_begun)
-        self._bars.update(self._phase, completed=done, total=total, rate=f"{rate:.3g} {unit}/s")
+        count = f"{done}/{total} {unit}" + (f", {rate:.3g}/s" if done else "")
+        self._bars.update(self._phase, completed=done, total=total, count=count)
 
     def step(self, step: int, metrics: Mapping[str, float], sentence: str) -> None:
-        """Move the run's bar; the sentence stands above it."""
+        """Move the run's bar; the step's line stands above it."""
+        line, now = self._rate.line(step, sentence), time.monotonic()
         if self._run is not None:
-            seconds = (time.monotonic() - self._begun) / max(1, step - self._start)
-            self._bars.update(self._run, completed=step, rate=f"{seconds:.2f} s/step")
-        self._bars.console.print(Text(f"step {step}: {sentence}", style="dim"), soft_wrap=True)
+            self._bars.update(self._run, completed=step, count=f"{step}/{self._rate.steps}")
+        if now - self._last >= self._every or step == self._rate.steps:
+            self._last = now
+            self._bars.console.print(Text(line, style="dim"), no_wrap=True, overflow="ellipsis")
 
     def say(self, text: str) -> None:
-        """A line above the bars."""
-        self._bars.console.print(Text(text), soft_wrap=True)
+        """A line above the bars, broken between words where the terminal is narrower."""
+        self._bars.console.print(Text(text))
 
     def end(self) -> None:
         """Leave the run's bar as it is."""

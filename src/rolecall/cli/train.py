@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from shlex import quote
+from textwrap import fill
 from typing import Any
 
 from rolecall.cli.progress import Bars
@@ -94,7 +95,9 @@ def _finish(run: Run, command: str, *, quiet: bool) -> int:
             print(f"report: {run.report}")
         for line in run.evaluations[-1:]:
             shown = ", ".join(f"{n.removeprefix('eval_')} {v:.3f}" for n, v in line.items() if n.startswith("eval_"))
-            print(f"last evaluation (step {line['step']}): {shown}")
+            print(fill(f"last evaluation (step {line['step']}): {shown}", 80, subsequent_indent="  "))
+    elif code not in (ExitCode.DONE, ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+        print(f"rolecall {command}: {run.outcome.reason}", file=sys.stderr)
     if code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
         print(f"go on with: rolecall {command} --out {quote(str(run.path))} --resume", file=sys.stderr)
     return int(code)

@@ -101,8 +101,10 @@ class OptimOptions:
     """Tokens in a micro-batch, padding included. Changes memory and speed, not the result."""
 
     def __post_init__(self) -> None:
-        if self.lr < 0 or (self.critic_lr or 0) < 0:
-            raise ValueError(f"lr must not be negative, got lr={self.lr}, critic_lr={self.critic_lr}")
+        if self.lr <= 0:
+            raise ValueError(f"lr must be above 0, got {self.lr}: with a learning rate of 0 nothing would be learned")
+        if (self.critic_lr or 0) < 0:
+            raise ValueError(f"critic_lr must not be negative, got {self.critic_lr}")
         if self.token_budget < 1:
             raise ValueError(f"token_budget must be at least 1, got {self.token_budget}")
 

@@ -16,10 +16,11 @@ from rolecall.errors import UserError
 from rolecall.jobs.data import by_name, check_prompts, labelled, listed, open_reward, prompt_rows, unnamed
 from rolecall.jobs.models import open_model, with_model
 from rolecall.jobs.rl import fingerprint, sampler
-from rolecall.jobs.running import Built, Run, execute
+from rolecall.jobs.running import Built, Run, execute, unless_stopped
 from rolecall.recipes.ask import Asker
 from rolecall.recipes.best_of_n import BestOfN
 from rolecall.tasks.rows import ChosenRows
+from rolecall.train.callbacks import Given
 from rolecall.train.loop import LoopOptions
 from rolecall.train.progress import Progress
 from rolecall.train.rundir import RunDir
@@ -33,6 +34,7 @@ def best_of_n(
     reward: Any = None,
     judge: Any = None,
     progress: Progress | None = None,
+    callbacks: Sequence[Given] = (),
     **settings: Any,
 ) -> Run:
     """Best of n: `best_of_n(model="runs/sft-1", rows="data.jsonl", reward="runs/rm-1", n=16)`.
@@ -44,7 +46,16 @@ def best_of_n(
     given = {**with_model(settings), **by_name(rows=rows, reward=rewards, judge=judges)}
     saved = saved_settings(given.get("out")) if given.get("resume") else {}
     options = resolve(BestOfNOptions, [("config.json", saved), ("the call", given)]).options
-    return run(options, rows=unnamed(rows), rewards=rewards or None, judges=judges or None, progress=progress)
+    return unless_stopped(
+        run(
+            options,
+            rows=unnamed(rows),
+            rewards=rewards or None,
+            judges=judges or None,
+            progress=progress,
+            callbacks=callbacks,
+        )
+    )
 
 
 def run(
@@ -54,11 +65,12 @@ def run(
     rewards: Sequence[Any] | None = None,
     judges: Sequence[Any] | None = None,
     progress: Progress | None = None,
+    callbacks: Sequence[Given] = (),
 ) -> Run:
     """Run from options; rows and rewards that are objects take the place of the named ones."""
     options = labelled(options, rows=rows, reward=rewards, judge=judges)
     build = partial(_build, rows=rows, rewards=rewards, judges=judges)
-    return execute("best-of-n", options, build, progress=progress)
+    return execute("best-of-n", options, build, progress=progress, callbacks=callbacks)
 
 
 def _build(

@@ -15,6 +15,7 @@ from rolecall.errors import UserError
 from rolecall.files import write_atomically
 from rolecall.jobs.eval import eval as evaluate
 from rolecall.jobs.generate import generate
+from rolecall.jobs.notebook import spoken
 from rolecall.jobs.report import report_at_the_end
 from rolecall.jobs.rl import rl
 from rolecall.jobs.rm import rm
@@ -25,7 +26,7 @@ from rolecall.recipes.evaluate import Evaluation
 from rolecall.tasks.builtin import demonstrations
 from rolecall.tasks.names import find_task
 from rolecall.train.exit_codes import ExitCode
-from rolecall.train.progress import Lines, Progress, Quiet
+from rolecall.train.progress import Progress, Quiet
 
 TASK = "sorting"
 _ROWS = 400
@@ -77,7 +78,7 @@ def demo(*, out: str | None = None, seed: int = 0, quiet: bool = False, progress
     """Run the demo: `demo().grpo.evaluation.numbers["accuracy"]`."""
     begun = time.monotonic()
     if progress is None:
-        progress = Quiet() if quiet else Lines()
+        progress = Quiet() if quiet else spoken()
     place = _place(out)
     common: dict[str, Any] = {"seed": seed, "progress": progress, "save": {"every": 0}}
 

@@ -20,6 +20,7 @@ from rolecall.policy.model import PolicyModel
 from rolecall.recipes.dpo import DPOLearner
 from rolecall.recipes.reward_model import preferences
 from rolecall.tasks.names import resolve as resolve_rows
+from rolecall.train.callbacks import Given
 from rolecall.train.progress import Progress
 from rolecall.train.reference import Reference
 from rolecall.train.timing import Timer
@@ -28,7 +29,11 @@ _log = logging.getLogger("rolecall")
 
 
 def dpo(
-    *, rows: str | Sequence[Mapping[str, Any]] | None = None, progress: Progress | None = None, **settings: Any
+    *,
+    rows: str | Sequence[Mapping[str, Any]] | None = None,
+    progress: Progress | None = None,
+    callbacks: Sequence[Given] = (),
+    **settings: Any,
 ) -> Run:
     """Train on preferences: `dpo(model="runs/sft-1", rows="preferences.jsonl", beta=0.1, steps=200)`.
 
@@ -37,14 +42,19 @@ def dpo(
     settings = {**with_model(settings), **by_name(rows=rows)}
     saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
     options = resolve(DPOOptions, [("config.json", saved), ("the call", settings)]).options
-    return unless_stopped(run(options, rows=unnamed(rows), progress=progress))
+    return unless_stopped(run(options, rows=unnamed(rows), progress=progress, callbacks=callbacks))
 
 
 def run(
-    options: DPOOptions, *, rows: Sequence[Mapping[str, Any]] | None = None, progress: Progress | None = None
+    options: DPOOptions,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    progress: Progress | None = None,
+    callbacks: Sequence[Given] = (),
 ) -> Run:
     """Run from options; rows that are objects take the place of the named ones."""
-    return execute("dpo", labelled(options, rows=rows), partial(_build, rows=rows), progress=progress)
+    options = labelled(options, rows=rows)
+    return execute("dpo", options, partial(_build, rows=rows), progress=progress, callbacks=callbacks)
 
 
 def _build(

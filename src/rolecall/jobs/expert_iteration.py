@@ -29,6 +29,7 @@ from rolecall.recipes.ask import Asker
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.expert_iteration import ExpertIterationLearner
 from rolecall.rollout.engine import warn_if_support_is_cut
+from rolecall.train.callbacks import Given
 from rolecall.train.progress import Progress
 from rolecall.train.rundir import RunDir
 from rolecall.train.timing import Timer
@@ -39,6 +40,7 @@ def expert_iteration(
     rows: str | Sequence[Mapping[str, Any]] | None = None,
     reward: Any = None,
     progress: Progress | None = None,
+    callbacks: Sequence[Given] = (),
     **settings: Any,
 ) -> Run:
     """Expert iteration: `expert_iteration(model="runs/sft-1", rows="data.jsonl", reward=my_reward, steps=5)`.
@@ -50,7 +52,9 @@ def expert_iteration(
     given = {**with_model(settings), **by_name(rows=rows, reward=rewards)}
     saved = saved_settings(given.get("out")) if given.get("resume") else {}
     options = resolve(ExpertIterationOptions, [("config.json", saved), ("the call", given)]).options
-    return unless_stopped(run(options, rows=unnamed(rows), rewards=rewards or None, progress=progress))
+    return unless_stopped(
+        run(options, rows=unnamed(rows), rewards=rewards or None, progress=progress, callbacks=callbacks)
+    )
 
 
 def run(
@@ -59,10 +63,12 @@ def run(
     rows: Sequence[Mapping[str, Any]] | None = None,
     rewards: Sequence[Any] | None = None,
     progress: Progress | None = None,
+    callbacks: Sequence[Given] = (),
 ) -> Run:
     """Run from options; rows and rewards that are objects take the place of the named ones."""
     options = labelled(options, rows=rows, reward=rewards)
-    return execute("expert-iteration", options, partial(_build, rows=rows, rewards=rewards), progress=progress)
+    build = partial(_build, rows=rows, rewards=rewards)
+    return execute("expert-iteration", options, build, progress=progress, callbacks=callbacks)
 
 
 def _build(

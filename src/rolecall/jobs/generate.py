@@ -42,6 +42,10 @@ class Answer:
     tokens: tuple[str, ...]
     """The text of each token."""
 
+    def __repr__(self) -> str:
+        prompt = self.prompt if isinstance(self.prompt, str) else self.prompt[-1].get("content", "")
+        return f"Answer({_short(prompt)} -> {_short(self.text)}, {self.finish})"
+
     @property
     def finish(self) -> Finish:
         """Why it ended."""
@@ -158,6 +162,11 @@ def _answer(loaded: LoadedModel, prompt: Prompt, request: Request, completion: C
         trajectory=trajectory,
         tokens=tuple(token_texts(loaded.tokenizer, trajectory.ids)),
     )
+
+
+def _short(text: Any) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= 60 else f"{shown[:40]}…{shown[-19:]}"
 
 
 def _read_prompts(file: str | None) -> list[Prompt]:

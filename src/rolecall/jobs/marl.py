@@ -1,5 +1,6 @@
 """`rolecall marl`: agents that learn together."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rolecall.marl.nets import save_agents
 from rolecall.marl.ppo import ActorCritic
 from rolecall.recipes.marl import PPOLearner, QLearner, networks
 from rolecall.recipes.marl_records import EpisodeRecords
+from rolecall.train.callbacks import Given
 from rolecall.train.manifest import RefusedCheckpointError
 from rolecall.train.optim import make_optimizer
 from rolecall.train.persist import NotFinite
@@ -28,7 +30,13 @@ from rolecall.train.timing import Timer
 _STATE = "trainer"
 
 
-def marl(*, preset: str | None = None, progress: Progress | None = None, **settings: Any) -> Run:
+def marl(
+    *,
+    preset: str | None = None,
+    progress: Progress | None = None,
+    callbacks: Sequence[Given] = (),
+    **settings: Any,
+) -> Run:
     """Train agents: `marl(env="lbf:8x8-2p-2f-coop", algo="mappo", steps=300)`.
 
     Settings are those of `rolecall marl`, nested or dotted.
@@ -38,12 +46,12 @@ def marl(*, preset: str | None = None, progress: Progress | None = None, **setti
         raise UserError(f"there is no preset {preset!r}; there are {', '.join(presets)}")
     saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
     layers = [("config.json", saved), ("the preset", presets.get(preset or "", {})), ("the call", settings)]
-    return unless_stopped(run(resolve(MARLOptions, layers).options, progress=progress))
+    return unless_stopped(run(resolve(MARLOptions, layers).options, progress=progress, callbacks=callbacks))
 
 
-def run(options: MARLOptions, *, progress: Progress | None = None) -> Run:
+def run(options: MARLOptions, *, progress: Progress | None = None, callbacks: Sequence[Given] = ()) -> Run:
     """Run from options."""
-    return execute("marl", options, _build, progress=progress)
+    return execute("marl", options, _build, progress=progress, callbacks=callbacks)
 
 
 def _build(options: MARLOptions, accelerator: Accelerator, timer: Timer, stack: ExitStack) -> Built:

@@ -22,6 +22,7 @@ from rolecall.experience.stored import RolloutStore
 from rolecall.files import DiskError, write_atomically
 from rolecall.jobs.agents import env_source, episode_rows
 from rolecall.jobs.data import by_name, labelled, listed, open_reward, prompt_rows, unnamed
+from rolecall.jobs.notebook import spoken
 from rolecall.recipes.episodes import with_env
 from rolecall.recipes.records import as_json
 from rolecall.recipes.sampling import as_completion
@@ -30,7 +31,7 @@ from rolecall.tasks.env_names import is_task
 from rolecall.tasks.rows import Rows
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.lock import LockedError
-from rolecall.train.progress import Lines, Progress, Quiet
+from rolecall.train.progress import Progress, Quiet
 from rolecall.train.rundir import RunDir, RunDirError, check_new
 from rolecall.types import Finish
 
@@ -78,7 +79,7 @@ def run_from(
     progress: Progress | None = None,
 ) -> Rescored:
     """Run from options; rows and rewards that are objects take the place of the named ones."""
-    progress = progress or (Quiet() if options.quiet else Lines())
+    progress = progress or (Quiet() if options.quiet else spoken())
     source, out = Path(options.run).expanduser(), _place(options)
     try:
         store = RolloutStore(source)

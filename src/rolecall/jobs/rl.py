@@ -64,6 +64,7 @@ from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine, warn_if_support_is_cut
 from rolecall.rollout.open import open_engine
 from rolecall.tasks.rows import Rows
+from rolecall.train.callbacks import Given
 from rolecall.train.progress import Progress
 from rolecall.train.reference import Reference
 from rolecall.train.rundir import RunDir
@@ -81,6 +82,7 @@ def rl(
     advantage: Callable[..., Any] | None = None,
     loss: Callable[..., Any] | None = None,
     progress: Progress | None = None,
+    callbacks: Sequence[Given] = (),
     **settings: Any,
 ) -> Run:
     """Train with RL: `rl(model="tiny", rows="data.jsonl", reward=my_reward, preset="grpo", steps=50)`.
@@ -105,6 +107,7 @@ def rl(
             advantage=advantage,
             loss=loss,
             progress=progress,
+            callbacks=callbacks,
         )
     )
 
@@ -118,13 +121,14 @@ def run(
     advantage: Callable[..., Any] | None = None,
     loss: Callable[..., Any] | None = None,
     progress: Progress | None = None,
+    callbacks: Sequence[Given] = (),
 ) -> Run:
     """Run from options; rows, environments and rewards that are objects take the place of the named ones."""
     if env is not None:
         options = replace(options, env=env_label(env))
     options = labelled(options, rows=rows, reward=rewards)
     build = partial(_build, rows=rows, env=env, rewards=rewards, advantage=advantage, loss=loss)
-    return execute("rl", options, build, progress=progress)
+    return execute("rl", options, build, progress=progress, callbacks=callbacks)
 
 
 def _build(

@@ -26,6 +26,7 @@ from rolecall.recipes.reward_model import (
     settings_of,
     write_checkpoint,
 )
+from rolecall.train.callbacks import Given
 from rolecall.train.progress import Progress
 from rolecall.train.state import first_non_finite
 from rolecall.train.timing import Timer
@@ -34,7 +35,11 @@ _log = logging.getLogger("rolecall")
 
 
 def rm(
-    *, rows: str | Sequence[Mapping[str, Any]] | None = None, progress: Progress | None = None, **settings: Any
+    *,
+    rows: str | Sequence[Mapping[str, Any]] | None = None,
+    progress: Progress | None = None,
+    callbacks: Sequence[Given] = (),
+    **settings: Any,
 ) -> Run:
     """Train a reward model: `rm(model="runs/sft-1", rows="preferences.jsonl", steps=200)`.
 
@@ -43,14 +48,19 @@ def rm(
     settings = {**with_model(settings), **by_name(rows=rows)}
     saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
     options = resolve(RMOptions, [("config.json", saved), ("the call", settings)]).options
-    return unless_stopped(run(options, rows=unnamed(rows), progress=progress))
+    return unless_stopped(run(options, rows=unnamed(rows), progress=progress, callbacks=callbacks))
 
 
 def run(
-    options: RMOptions, *, rows: Sequence[Mapping[str, Any]] | None = None, progress: Progress | None = None
+    options: RMOptions,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    progress: Progress | None = None,
+    callbacks: Sequence[Given] = (),
 ) -> Run:
     """Run from options; rows that are objects take the place of the named ones."""
-    return execute("rm", labelled(options, rows=rows), partial(_build, rows=rows), progress=progress)
+    options = labelled(options, rows=rows)
+    return execute("rm", options, partial(_build, rows=rows), progress=progress, callbacks=callbacks)
 
 
 def _build(

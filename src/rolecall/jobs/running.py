@@ -7,11 +7,10 @@ import platform
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,16 @@ from rolecall.config.merge import to_dict
 from rolecall.config.parts import OptimOptions, RunOptions
 from rolecall.errors import UserError
 from rolecall.files import DiskError, write_atomically
+from rolecall.jobs.notebook import spoken
 from rolecall.jobs.report import report_at_the_end
+from rolecall.jobs.tracking import FOLDER, start_trackers, tracker_names
+from rolecall.look.inline import run_html
 from rolecall.look.run import FORMAT
 from rolecall.policy.load import LoadedModel, save
 from rolecall.policy.lora import export, has_adapter
 from rolecall.policy.model import PolicyModel
 from rolecall.train import checkpoint
+from rolecall.train.callbacks import Callbacks, Given, check_callbacks
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.jsonl import read_lines
 from rolecall.train.lock import LockedError
@@ -36,7 +39,7 @@ from rolecall.train.loop import Learner, Loop, LoopOptions, Outcome
 from rolecall.train.manifest import CheckpointError
 from rolecall.train.optim import make_optimizer
 from rolecall.train.persist import read_checkpoint, write_checkpoint
-from rolecall.train.progress import Lines, Progress, Quiet
+from rolecall.train.progress import Progress, Quiet
 from rolecall.train.rundir import RunDir, RunDirError, check_new
 from rolecall.train.state import first_non_finite
 from rolecall.train.step import Updater
@@ -138,6 +141,13 @@ class Run:
         """The page to look at it."""
         return self.path / "report.html"
 
+    def __repr__(self) -> str:
+        last = next((f", reward {line['reward']:.3f}" for line in reversed(self.metrics) if "reward" in line), "")
+        return f"Run({str(self.path)!r}: {self.outcome.reason}{last})"
+
+    def _repr_html_(self) -> str:
+        return run_html(str(self), self.metrics, {"model": self.model, "report": self.report})
+
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """The lines with evaluations, the one before the first step included."""
@@ -147,8 +157,11 @@ class Run:
 Build = Callable[[Any, Accelerator, Timer, ExitStack], Built]
 
 
-def execute(command: str, options: Any, build: Build, *, progress: Progress | None = None) -> Run:
+def execute(
+    command: str, options: Any, build: Build, *, progress: Progress | None = None, callbacks: Sequence[Given] = ()
+) -> Run:
     """Run a job from its options: make or resume the run directory, build, loop, write the model and the report."""
+    check_callbacks(callbacks)
     if options.extend:
         options = replace(options, steps=options.steps + options.extend)
     if progress is None:
@@ -158,7 +171,7 @@ def execute(command: str, options: Any, build: Build, *, progress: Progress | No
         progress = Quiet()
     path = _place(command, options)
     try:
-        run = _execute(command, options, build, progress, accelerator, path)
+        run = _execute(command, options, build, progress, accelerator, path, callbacks)
     except DiskError as error:
         raise UserError(str(error), exit_code=ExitCode.DISK) from error
     except (RunDirError, LockedError, CheckpointError) as error:
@@ -171,19 +184,12 @@ def execute(command: str, options: Any, build: Build, *, progress: Progress | No
     return run
 
 
-def spoken() -> Lines:
-    """Lines that are seen: from Python, where nobody has set up logging, they go to stderr."""
-    if not _log.hasHandlers():
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        _log.addHandler(handler)
-        _log.setLevel(logging.INFO)
-    return Lines()
-
-
 def unless_stopped(run: Run) -> Run:
-    """The run, unless Ctrl-C or SIGTERM ended it: then the script ends too, since what follows expects a trained model."""
+    """The run, unless an error, Ctrl-C or SIGTERM ended it: then the script ends too, since what follows expects a trained
+    model."""
     code = run.outcome.exit_code
+    if code == ExitCode.ERROR:
+        raise UserError(f"{run.outcome.reason}; the run is in {run.path}", exit_code=code)
     if code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt(f"{run.outcome.reason}; go on with out={str(run.path)!r}, resume=True")
     if code == ExitCode.TERMINATED:
@@ -191,21 +197,29 @@ def unless_stopped(run: Run) -> Run:
     return run
 
 
-def _execute(command: str, options: Any, build: Build, progress: Progress, accelerator: Accelerator, path: Path) -> Run:
+def _execute(
+    command: str,
+    options: Any,
+    build: Build,
+    progress: Progress,
+    accelerator: Accelerator,
+    path: Path,
+    callbacks: Sequence[Given],
+) -> Run:
     with ExitStack() as stack:
         timer = Timer(watcher=progress)
         # The directory is made, or an old run removed, only when rows, rewards and models have been found good.
         check_new(path.parent, path.name, resume=options.resume, overwrite=options.overwrite)
         built = build(options, accelerator, timer, stack)
         config = configuration(options)
-        log = _trackers(accelerator, options, config, path)
         run = None
         if accelerator.is_main_process:
             run = stack.enter_context(_open(command, options, path))
             path = run.path
         if run is not None:
             built.watch_run(run)
-
+        log = start_trackers(accelerator, options, config, path)
+        called = Callbacks(callbacks if run is not None else (), path=path, steps=built.loop.steps)
         loop = Loop(
             built.learner,
             built.loop,
@@ -217,6 +231,7 @@ def _execute(command: str, options: Any, build: Build, progress: Progress, accel
             timer=timer,
             agree=lambda flag: _largest(accelerator, flag),
             log=log,
+            callbacks=called,
         )
         resumed = _resume(path, run, built, loop, config) if options.resume else None
         if run is not None:
@@ -227,6 +242,7 @@ def _execute(command: str, options: Any, build: Build, progress: Progress, accel
             if built.save_model is not None:
                 _write_model(run, built.save_model)
             built.finish(run)
+        outcome = loop.tell_end(outcome)
         lines = read_lines(run.metrics.path) if run is not None else []
         return Run(path=path, outcome=outcome, metrics=list(lines))
 
@@ -258,16 +274,15 @@ def configuration(options: Any) -> dict[str, Any]:
 def _accelerator(options: RunOptions) -> Accelerator:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device cuda was asked for, but torch finds no GPU; use --device cpu")
-    trackers = getattr(getattr(options, "save", None), "trackers", ())
-    for name in trackers:
-        if find_spec(name) is None:
-            raise UserError(f"the tracker {name} is not installed: pip install 'rolecall[track]'")
-    where = str(Path(options.out or "runs") / "trackers") if trackers else None
+    trackers = tracker_names(options)
     precision = getattr(getattr(options, "policy", None), "mixed_precision", "no")
     # Accelerate keeps the first run's precision for the whole process; each run has its own.
     AcceleratorState._reset_state()
     return Accelerator(
-        cpu=options.device == "cpu", mixed_precision=precision, log_with=list(trackers) or None, project_dir=where
+        cpu=options.device == "cpu",
+        mixed_precision=precision,
+        log_with=trackers or None,
+        project_dir=FOLDER if trackers else None,  # `start_trackers` says where it really is, once the run has a place
     )
 
 
@@ -377,20 +392,3 @@ def _largest(accelerator: Accelerator, flag: float) -> float:
     gathered = accelerator.gather(torch.tensor([flag], device=accelerator.device))
     assert isinstance(gathered, torch.Tensor)
     return float(gathered.max())
-
-
-def _trackers(
-    accelerator: Accelerator, options: Any, config: Mapping[str, Any], path: Path
-) -> Callable[[Mapping[str, float], int], None]:
-    if not options.save.trackers:
-        return lambda metrics, step: None
-    flat = {name: value for name, value, _ in checkpoint.differences(config, {})}
-    plain = {name: value for name, value in flat.items() if isinstance(value, int | float | str | bool)}
-    try:
-        accelerator.init_trackers(path.name, config=plain)
-    except Exception as error:  # a tracker's own: not logged in, no connection …
-        why = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(
-            f"{' or '.join(options.save.trackers)} cannot start: {why}; or leave out save.trackers"
-        ) from error
-    return lambda metrics, step: accelerator.log(dict(metrics), step=step)

@@ -25,6 +25,7 @@ from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.rl import engine_weights
 from rolecall.recipes.sft import SFTLearner
 from rolecall.tasks.names import resolve as resolve_rows
+from rolecall.train.callbacks import Given
 from rolecall.train.progress import Progress
 from rolecall.train.timing import Timer
 from rolecall.types import Sampling
@@ -33,7 +34,11 @@ _log = logging.getLogger("rolecall")
 
 
 def sft(
-    *, rows: str | Sequence[Mapping[str, Any]] | None = None, progress: Progress | None = None, **settings: Any
+    *,
+    rows: str | Sequence[Mapping[str, Any]] | None = None,
+    progress: Progress | None = None,
+    callbacks: Sequence[Given] = (),
+    **settings: Any,
 ) -> Run:
     """Fine-tune on demonstrations: `sft(model="tiny", rows="demos.jsonl", steps=200)`.
 
@@ -42,14 +47,19 @@ def sft(
     settings = {**with_model(settings), **by_name(rows=rows)}
     saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
     options = resolve(SFTOptions, [("config.json", saved), ("the call", settings)]).options
-    return unless_stopped(run(options, rows=unnamed(rows), progress=progress))
+    return unless_stopped(run(options, rows=unnamed(rows), progress=progress, callbacks=callbacks))
 
 
 def run(
-    options: SFTOptions, *, rows: Sequence[Mapping[str, Any]] | None = None, progress: Progress | None = None
+    options: SFTOptions,
+    *,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    progress: Progress | None = None,
+    callbacks: Sequence[Given] = (),
 ) -> Run:
     """Run from options; rows that are objects take the place of the named ones."""
-    return execute("sft", labelled(options, rows=rows), partial(_build, rows=rows), progress=progress)
+    options = labelled(options, rows=rows)
+    return execute("sft", options, partial(_build, rows=rows), progress=progress, callbacks=callbacks)
 
 
 def _build(

@@ -45,6 +45,16 @@ def in_words(chart: Chart) -> str:
     return f"{chart.title}: {'; '.join(parts)}."
 
 
+def picture(chart: Chart) -> str:
+    """The chart alone, for a page with a style of its own."""
+    return _svg(_thinned(chart))
+
+
+def _svg(chart: Chart) -> str:
+    label = text(in_words(chart))
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{_drawn(chart)}</svg>'
+
+
 def _card(key: str, chart: Chart) -> str:
     legend = "".join(
         f'<li><svg viewBox="0 0 22 10" aria-hidden="true">{_sample(i, stacked=chart.stacked)}</svg>'
@@ -57,7 +67,7 @@ def _card(key: str, chart: Chart) -> str:
         f'<figure class="card"><figcaption><h4>{text(chart.title)}</h4>{about}</figcaption>'
         f'<div class="plot" id="{key}" tabindex="0" role="slider" aria-label="{text(chart.title)} by step" '
         f'aria-valuemin="{first}" aria-valuemax="{last}" aria-valuenow="{last}">'
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{text(in_words(chart))}">{_drawn(chart)}</svg></div>'
+        f"{_svg(chart)}</div>"
         f'<ul class="key">{legend}<li class="at">step {last}</li></ul></figure>'
     )
 

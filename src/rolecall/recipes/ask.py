@@ -7,9 +7,9 @@ from typing import Any
 from rolecall.config.parts import ChatOptions
 from rolecall.policy.load import LoadedModel
 from rolecall.recipes.sampling import answer_text, answered, as_completion, prompt_request, trajectory_of
-from rolecall.rewards.records import Reward, Sample, Scored
+from rolecall.rewards.records import Reward, Sample, Scored, why_unscored
 from rolecall.rollout.engine import Engine
-from rolecall.tasks.rows import Rows
+from rolecall.tasks.rows import Rows, place_of
 from rolecall.train.timing import Timer
 from rolecall.types import Completion, Request, Sampling, Trajectory
 
@@ -116,6 +116,12 @@ class Asker:
             prompt_index=completion.prompt,
             sample_index=completion.sample,
         )
+
+
+def unscored(rows: Rows, groups: Sequence[Answered]) -> str | None:
+    """Why no answer has a score; None if any has."""
+    answered = [(group.row, scored) for group in groups for scored in group.scored]
+    return why_unscored([scored for _, scored in answered], lambda i: place_of(rows, answered[i][0]))
 
 
 def _with_greedy(scored: Scored, beside: tuple[str, Scored] | None) -> Scored:

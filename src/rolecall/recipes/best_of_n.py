@@ -18,7 +18,7 @@ from rolecall.experience.batches import collate
 from rolecall.experience.store import RolloutDetails, Rollouts, read_rollouts, write_rollouts
 from rolecall.files import write_atomically
 from rolecall.maths.best_of import best_of_kl, expected_best
-from rolecall.recipes.ask import Answered, Asker
+from rolecall.recipes.ask import Answered, Asker, unscored
 from rolecall.recipes.records import as_json
 from rolecall.rewards.records import Reward
 from rolecall.train.rundir import RunDir
@@ -38,6 +38,8 @@ class BestOfN:
         self.model, self.tokenizer = model, tokenizer
         self.run: RunDir | None = None
         self._metrics: dict[str, float] = {}
+        self.unscored: str | None = None
+        """Why no answer of the last step has a score; None if any has."""
 
     def collect(self, step: int) -> tuple[int, list[Answered]]:
         """Answers to the step's prompts, in the order of the rows."""
@@ -48,6 +50,7 @@ class BestOfN:
     def update(self, experience: tuple[int, list[Answered]]) -> None:
         """Ask the judge, put all answers on record, and measure."""
         step, groups = experience
+        self.unscored = unscored(self.asker.rows, groups)
         judged = [self._judged(group) for group in groups]
         if self.run is not None:
             self._record(self.run.rollouts / f"step-{step + 1:06d}.parquet", step, groups, judged)
@@ -138,11 +141,9 @@ class BestOfN:
 
     def explain(self) -> str:
         """The last step in words."""
-        shown = [f"best of {k} {self._metrics[f'best_of/{k}']:.3f}" for k in self.options.ks if self._has(k)]
-        return ", ".join(shown) or "no reward succeeded"
-
-    def _has(self, k: int) -> bool:
-        return f"best_of/{k}" in self._metrics
+        known = [k for k in self.options.ks if f"best_of/{k}" in self._metrics]
+        ends = dict.fromkeys([*known[:1], *known[-1:]])
+        return ", ".join(f"best of {k} {self._metrics[f'best_of/{k}']:.3f}" for k in ends) or "no reward succeeded"
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: answers depend on seed, step and prompt alone."""

@@ -147,10 +147,7 @@ class DPOLearner:
     def explain(self) -> str:
         """The last step in words."""
         m = self._metrics
-        return (
-            f"loss {m['loss']:.4f}, {m['rewards/accuracies']:.0%} of pairs ranked right by {m['rewards/margins']:.3g} on "
-            f"average, gradient {m['grad_norm']:.3g}"
-        )
+        return f"loss {m['loss']:.4f}, {m['rewards/accuracies']:.0%} ranked right, margin {m['rewards/margins']:.3g}"
 
     def state_dict(self) -> dict[str, Any]:
         """The data position. The reference is the model that the run starts from."""

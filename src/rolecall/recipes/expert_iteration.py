@@ -20,7 +20,7 @@ from rolecall.experience.store import RolloutDetails, write_rollouts
 from rolecall.files import DiskError
 from rolecall.maths.roles import TrainRule
 from rolecall.policy.load import LoadedModel
-from rolecall.recipes.ask import Answered, Asker
+from rolecall.recipes.ask import Answered, Asker, unscored
 from rolecall.recipes.records import KEPT_EVERY, as_json
 from rolecall.recipes.rl import engine_weights
 from rolecall.recipes.sft import nll
@@ -67,6 +67,8 @@ class ExpertIterationLearner:
         self._metrics: dict[str, float] = {}
         self._meter = Meter()
         self._lost = 0
+        self.unscored: str | None = None
+        """Why no answer of this process has a score in the last round; None if any has."""
 
     # -- sampling and choosing -----------------------------------------------------------------------------------
 
@@ -78,6 +80,7 @@ class ExpertIterationLearner:
         groups = self.asker.ask(chosen, samples=o.samples, seed=o.seed + rank * 2**32, step=step)
         trajectories = [t for i, g in enumerate(groups) for t in g.trajectories(step * o.prompts + i * ranks + rank)]
         kept = [i * o.samples + j for i, group in enumerate(groups) for j in self._chosen(group)]
+        self.unscored = unscored(self.asker.rows, groups)
         found = Round(step=step, groups=groups, trajectories=trajectories, kept=kept)
         self._meter = Meter()
         self._measure_round(found)
@@ -110,11 +113,11 @@ class ExpertIterationLearner:
         set_lr(self.updater.optimizer, lr_factor(found.step, steps=o.steps, options=o.optim))
         results: list[StepResult] = []
         everywhere = int(self.updater.all_sum(torch.tensor(float(len(found.kept)))))
-        for epoch in range(o.epochs):
-            for rows in self._parts(found, epoch, -(-everywhere // o.batch)):
-                batch = self._batch(found, rows)
-                results.append(self.updater.step(batch, nll, temperature=1.0))
-                self._meter.mean("entropy", results[-1].outputs.entropy, trained(batch))
+        parts = [rows for epoch in range(o.epochs) for rows in self._parts(found, epoch, -(-everywhere // o.batch))]
+        for rows in self.updater.timer.parts(parts):
+            batch = self._batch(found, rows)
+            results.append(self.updater.step(batch, nll, temperature=1.0))
+            self._meter.mean("entropy", results[-1].outputs.entropy, trained(batch))
         self.asker.engine.load(engine_weights(self.policy), self.asker.engine.version + 1)
         count = max(1, len(results))
         self._metrics = {
@@ -211,8 +214,8 @@ class ExpertIterationLearner:
         m = self._metrics
         reward = f"reward {m['reward']:.3f}" if "reward" in m else "no reward succeeded"
         if not m["kept/answers"]:
-            return f"{reward}, no answer was good enough to imitate: the policy stays as it is"
-        return f"{reward}, {m['kept/answers']:.0f} answers kept ({m['kept/share']:.0%}), loss {m['loss']:.4f}"
+            return f"{reward}, none kept\nno answer was good enough to imitate: the policy stays as it is"
+        return f"{reward}, kept {m['kept/answers']:.0f} ({m['kept/share']:.0%}), loss {m['loss']:.4f}"
 
     def state_dict(self) -> dict[str, Any]:
         """The data position and the policy's version."""

@@ -127,10 +127,7 @@ class _Marl:
     def explain(self) -> str:
         """The last step in words."""
         m = self.metrics()
-        return (
-            f"return {m['return']:.3f} over {m['episode_length']:.1f} steps, loss {m['loss']:.4f}, "
-            f"{int(m['env_steps']):,} environment steps"
-        )
+        return f"return {m['return']:.3f}, length {m['episode_length']:.1f}, {int(m['env_steps']):,} env steps"
 
     def state_dict(self) -> dict[str, Any]:
         """Counters."""

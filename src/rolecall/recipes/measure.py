@@ -18,6 +18,9 @@ from rolecall.train.metrics import Meter
 from rolecall.train.step import trained
 from rolecall.types import Finish
 
+_LEFT_OUT = (Verdict.BLACKOUT, Verdict.TRUNCATED, Verdict.REWARD_FAILED, Verdict.FLAT_GROUP, Verdict.BAD_RECORD)
+"""Verdicts by which tokens that could train do not."""
+
 
 def measure_rollout(meter: Meter, rollout: Rollout, *, rule: TrainRule) -> None:
     """What was sampled and what it scored, by sequence: the samples of an episode count once."""
@@ -64,7 +67,7 @@ def measure_rollout(meter: Meter, rollout: Rollout, *, rule: TrainRule) -> None:
     meter.mean("policy/advantage", batch.advantages, mask)
     meter.mean("policy/advantage_abs", batch.advantages.abs(), mask)
     meter.mean("trained_share", mask.float(), batch.roles != Role.PAD)
-    for verdict in (Verdict.BLACKOUT, Verdict.TRUNCATED, Verdict.REWARD_FAILED, Verdict.FLAT_GROUP, Verdict.BAD_RECORD):
+    for verdict in _LEFT_OUT:
         meter.total(f"untrained_tokens/{verdict.name.lower()}", (batch.verdicts == verdict).sum())
 
 
@@ -124,32 +127,46 @@ def finish(found: dict[str, float]) -> dict[str, float]:
 
 
 def in_words(m: dict[str, float], terms: Sequence[str]) -> str:
-    """One line: reward, what the loss is made of and why it is near 0 if it is, what moved, what the engine has."""
+    """A short line with the step's numbers; then, a line each, what they mean: of what the loss is made, what is wrong."""
     parts = [f"reward {m['reward']:.3f}" if "reward" in m else "no reward succeeded"]
-    made = " + ".join(f"{name} {m[f'loss/{name}']:+.4f}" for name in terms)
-    loss = f"loss {m.get('loss', 0.0):+.4f}" + (f" = {made}" if len(terms) > 1 else "")
-    if not terms:
-        loss = "no position trained, so there was no step"
-    elif abs(m.get("loss", 0.0)) < 1e-3:
-        loss += _why_small(m)
-    parts.append(loss)
+    if "completions/mean_length" in m:
+        parts.append(f"length {m['completions/mean_length']:.1f}")
+    if "kl" in m:
+        parts.append(f"KL {m['kl']:.4f}")
     if m.get("replay/groups"):
-        parts.append(f"{m['replay/groups']:.0f} groups replayed (ratio {m.get('replay/ratio', 0.0):.2f})")
-    parts.append(f"gradient {m.get('grad_norm', 0.0):.3g}")
-    if m.get("skipped"):
-        parts.append("NOT FINITE: step skipped, weights untouched")
-    elif "weights_moved" in m:
-        parts.append("weights moved" if m["weights_moved"] else "weights did not move")
-    if "engine_in_sync" in m:
-        parts.append("engine in sync" if m["engine_in_sync"] else "ENGINE OUT OF SYNC")
-    return ", ".join(parts)
+        parts.append(f"{m['replay/groups']:.0f} groups replayed")
+    if not terms:
+        parts.append("nothing trained")
+    return "\n".join([", ".join(parts), *_remarks(m, terms)])
+
+
+def _remarks(m: dict[str, float], terms: Sequence[str]) -> list[str]:
+    if not terms:
+        return [f"no position trained, so there was no optimiser step: {_why_untrained(m)}"]
+    if m.get("policy/advantage_abs", 1.0) == 0 and m.get("grad_norm", 1.0) == 0:
+        return ["every group is flat: all answers to a prompt scored the same, so the gradient is 0"]
+    said = [f"the loss is {' + '.join(terms)}{_why_small(m)}"]
+    if m.get("weights_moved") == 0 and m.get("learning_rate", 0.0) > 0 and not m.get("skipped"):
+        said.append("the weights did not move")
+    if m.get("engine_in_sync") == 0:
+        said.append("the engine is OUT OF SYNC with the trainer")
+    return said
+
+
+def _why_untrained(m: dict[str, float]) -> str:
+    """By what most tokens were left out for."""
+    found = {verdict: m.get(f"untrained_tokens/{verdict.name.lower()}", 0.0) for verdict in _LEFT_OUT}
+    most = max(found, key=found.__getitem__)
+    return (
+        f"{most.sentence[0].lower()}{most.sentence[1:].rstrip('.')}"
+        if found[most]
+        else "no answer has a token to train"
+    )
 
 
 def _why_small(m: dict[str, float]) -> str:
-    if m.get("policy/advantage_abs", 1.0) == 0:
-        return " (every group is flat: all answers to a prompt scored the same)"
-    if abs(m.get("policy/ratio", 1.0) - 1) < 1e-3:
-        return " (advantages are centred and the ratio is 1: the value is near 0, its gradient is not)"
+    if abs(m.get("loss", 0.0)) < 1e-3 and abs(m.get("policy/ratio", 1.0) - 1) < 1e-3:
+        return ", near 0 since advantages are centred and the ratio is 1; its gradient is not 0"
     return ""
 
 

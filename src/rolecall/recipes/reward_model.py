@@ -223,10 +223,7 @@ class RewardModelLearner:
     def explain(self) -> str:
         """The last step in words."""
         m = self._metrics
-        return (
-            f"loss {m['loss']:.4f}, {m['accuracy']:.0%} of pairs ranked right by {m['margin']:.3g} on average, "
-            f"gradient {m['grad_norm']:.3g}"
-        )
+        return f"loss {m['loss']:.4f}, {m['accuracy']:.0%} ranked right, margin {m['margin']:.3g}"
 
     def state_dict(self) -> dict[str, Any]:
         """The data position."""

@@ -26,9 +26,9 @@ from rolecall.recipes.experience import MiniStep, Rollout, Watch
 from rolecall.recipes.measure import finish, in_words, measure_drawn, measure_rollout, measure_update
 from rolecall.recipes.prepare import Preparer, Source
 from rolecall.recipes.replay import Replay, finish_replay, measure_replay
-from rolecall.rewards.records import Reward
+from rolecall.rewards.records import Reward, why_unscored
 from rolecall.rollout.engine import Engine
-from rolecall.tasks.rows import Rows
+from rolecall.tasks.rows import Rows, place_of
 from rolecall.train.metrics import Meter
 from rolecall.train.optim import lr_factor, set_lr
 from rolecall.train.reference import Reference
@@ -98,6 +98,8 @@ class RLLearner:
         self._meter = Meter()
         self._metrics: dict[str, float] = {}
         self._terms: tuple[str, ...] = ()
+        self.unscored: str | None = None
+        """Why no answer of this process has a score in the last step; None if any has."""
 
     def _answers(self, rows: Rows | None) -> Collector:
         if rows is None:
@@ -122,6 +124,10 @@ class RLLearner:
         if o.kl_warmup:
             self.kl = FixedKL(coef=o.kl_coef * min(1.0, (step + 1) / o.kl_warmup))
         found = self.collector.collect(step)
+        rows = getattr(self.collector, "rows", None)
+        self.unscored = why_unscored(
+            found.scored, lambda i: f"row {found.rows[i]}" if rows is None else place_of(rows, found.rows[i])
+        )
         old = self.options.old_source
         source = Source(old_logprobs=old, recorded=old == "behaviour" or not self.options.sampled_now)
         with self.timer.phase("score"):
@@ -181,17 +187,21 @@ class RLLearner:
         set_lr(self.updater.optimizer, lr_factor(rollout.step, steps=self.options.steps, options=self.options.optim))
         getattr(self.engine, "release", lambda: None)()
         steps: list[MiniStep] = []
-        for epoch in range(o.epochs):
-            for i, rows in enumerate(self._minibatches(batch, rollout.step, epoch)):
-                part = batch if o.minibatches == 1 else batch.rows(rows)
-                result = self.updater.step(
-                    part,
-                    rollout.algorithm.loss,
-                    temperature=self.sampling.scoring_temperature,
-                    record=True,
-                    against=self.prepare.against if o.kl_in == "loss" else None,
-                )
-                steps.append(MiniStep(epoch=epoch, minibatch=i, rows=rows, batch=part, result=result))
+        planned = [
+            (epoch, i, rows)
+            for epoch in range(o.epochs)
+            for i, rows in enumerate(self._minibatches(batch, rollout.step, epoch))
+        ]
+        for epoch, i, rows in self.timer.parts(planned):
+            part = batch if o.minibatches == 1 else batch.rows(rows)
+            result = self.updater.step(
+                part,
+                rollout.algorithm.loss,
+                temperature=self.sampling.scoring_temperature,
+                record=True,
+                against=self.prepare.against if o.kl_in == "loss" else None,
+            )
+            steps.append(MiniStep(epoch=epoch, minibatch=i, rows=rows, batch=part, result=result))
         with self.timer.phase("sync"):
             self.engine.load(engine_weights(self.policy), self.engine.version + 1)
         self._measure(rollout, steps)

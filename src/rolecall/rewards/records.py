@@ -1,6 +1,6 @@
 """What a reward gets and gives."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -65,6 +65,17 @@ class Scored:
     def __post_init__(self) -> None:
         if self.failure is not None and self.total is not None:
             raise ValueError(f"a sample whose reward failed has no total, got {self.total}: {self.failure}")
+
+
+def why_unscored(scored: Sequence[Scored], place: Callable[[int], str]) -> str | None:
+    """Why none of these answers has a score; None if any has one. `place(i)` names the row that answer i is to."""
+    if any(s.total is not None for s in scored):
+        return None
+    for i, one in enumerate(scored):
+        if one.failure is not None:
+            return f"{one.failure} ({place(i)})"
+    names = " and ".join(f"`{name}`" for name in scored[0].scores)
+    return f"the reward {names} gave None for every answer, the first one to {place(0)}"
 
 
 class Reward(Protocol):

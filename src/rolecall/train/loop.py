@@ -1,13 +1,15 @@
 """The loop: collect, update, log, evaluate, save. It knows one protocol and nothing of what is learned."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from math import isnan
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from math import inf, isnan
 from pathlib import Path
 from typing import Any, Protocol
 
 from rolecall.files import DiskError
 from rolecall.train import checkpoint
+from rolecall.train.callbacks import Callbacks
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.persist import NotFinite
 from rolecall.train.progress import Progress
@@ -28,11 +30,13 @@ class Learner(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Numbers about the last step. `skipped` above 0 means that its gradient was not finite."""
+        """Numbers about the last step. `skipped` above 0 means that its gradient was not finite; `rewards/failed`
+        without `reward` that no answer has a score: then the learner's `unscored` says why."""
         ...
 
     def explain(self) -> str:
-        """The last step in words."""
+        """The last step in a short line of up to about 40 columns; then, a line each, remarks: sentences without numbers,
+        shown once in a run."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -64,6 +68,8 @@ class LoopOptions:
     """So many steps in a row without a finite gradient end the run as diverged."""
     disk_failures: int = 3
     """So many saves in a row that find no room end the run."""
+    idle_steps: int = 50
+    """So many steps from the first on in which nothing trains end the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,13 +79,23 @@ class Outcome:
     step: int
     """Steps done."""
     exit_code: ExitCode
-    """0 done, 3 diverged, 74 disk, 130 and 143 stopped by a signal with everything saved."""
+    """0 done, 1 nothing could be scored or nothing trained, or a callback failed, 3 diverged, 74 disk, 130 and 143
+    stopped by a signal with everything saved."""
     reason: str
     """In words."""
     best: float | None
     """The best evaluation, if there was one."""
     best_step: int | None
     """The step it was taken at."""
+
+
+class Asked(IntEnum):
+    """Why a run should end after this step, as one number that ranks can agree on."""
+
+    NOTHING = 0
+    CALLBACK_STOPPED = 1
+    CALLBACK_FAILED = 2
+    SIGNAL = 3
 
 
 class Loop:
@@ -98,37 +114,56 @@ class Loop:
         timer: Timer,
         agree: Callable[[float], float] = lambda flag: flag,
         log: Callable[[Mapping[str, float], int], None] = lambda metrics, step: None,
+        callbacks: Callbacks | None = None,
     ) -> None:
         """`write` puts all state into a checkpoint directory; `agree` is the maximum of a number over ranks."""
         self.learner, self.options, self.run, self.config = learner, options, run, config
         self.write, self.evaluate, self.progress, self.timer = write, evaluate, progress, timer
-        self.agree, self.log = agree, log
+        self.agree, self.log, self.callbacks = agree, log, callbacks or Callbacks()
         self.best: float | None = None
         self.best_step: int | None = None
         self._bad = self._disk_failures = 0
         self._saved: int | None = None
+        self._idle: int | None = 0  # steps so far; None once something has trained
+        self._remarks: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
         """What the loop itself remembers."""
-        return {"best": self.best, "best_step": self.best_step, "bad": self._bad}
+        return {"best": self.best, "best_step": self.best_step, "bad": self._bad, "idle": self._idle}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         self.best, self.best_step, self._bad = state["best"], state["best_step"], state["bad"]
+        self._idle = state.get("idle")
 
     def go(self, *, start: int, title: str) -> Outcome:
         """Steps start + 1 to the last, unless something ends the run before."""
         self._saved = start or None
         with StopSignals() as stop:
             if start >= self.options.steps:
+                if (self._idle or 0) > 1:
+                    return self._end(start, ExitCode.ERROR, f"nothing trained in the {start} steps of this run")
                 return self._end(start, ExitCode.DONE, f"all {start} steps are done already; `--steps +N` adds more")
             self.progress.begin(title, start=start, steps=self.options.steps)
             try:
+                self._tell("on_begin", start)
+                asked = self._asked(stop)
+                if asked in (Asked.CALLBACK_STOPPED, Asked.CALLBACK_FAILED):
+                    return self._end_as_asked(asked, start, stop)
                 if start == 0 and self.evaluate is not None and self.options.eval_every:
                     self._evaluate(0)
                 return self._steps(start, stop)
             finally:
                 self.progress.end()
+
+    def tell_end(self, outcome: Outcome) -> Outcome:
+        """Call the callbacks when the model is written; one that fails now turns the outcome into an error."""
+        before = self.callbacks.failed
+        self._tell("on_end", outcome.step, outcome)
+        if self.callbacks.failed == before:
+            return outcome
+        self.progress.say(str(self.callbacks.failed))
+        return replace(outcome, exit_code=ExitCode.ERROR, reason=str(self.callbacks.failed))
 
     def _steps(self, start: int, stop: StopSignals) -> Outcome:
         o, step = self.options, start
@@ -137,28 +172,38 @@ class Loop:
             self._bad = self._bad + 1 if metrics.get("skipped") else 0
             if self._bad >= o.bad_steps:
                 return self._diverged(step, f"loss or gradient was not finite in {self._bad} steps in a row")
+            error = self._unscored(step, metrics)
             reached = improved = False
-            if self.evaluate is not None and o.eval_every and (step % o.eval_every == 0 or step == o.steps):
+            if error is None and self._due(step, o.eval_every):
                 score = self._evaluate(step)
                 improved = self.best_step == step
                 reached = o.stop_at is not None and score is not None and score >= o.stop_at
-            stopping = bool(self.agree(float(stop.stop_requested)))
-            last = stopping or reached or step == o.steps
+            if error is None and not reached:
+                error = self._untrained(step)
+            asked = self._asked(stop)
+            last = bool(asked) or error is not None or reached or step == o.steps
             if last or improved or (o.save_every and step % o.save_every == 0):
                 try:
                     self._save(step, stop)
-                except NotFinite as error:
-                    return self._diverged(step, str(error))
+                except NotFinite as not_finite:
+                    return self._diverged(step, str(not_finite))
+                asked = self._asked(stop)  # a callback may stop the run when it is told of the checkpoint
             failures = int(self.agree(float(self._disk_failures)))
             if failures >= o.disk_failures or (last and failures):
                 tries = f"{failures} tries" if failures > 1 else "the last try"
                 return self._end(step, ExitCode.DISK, f"no room for a checkpoint in {tries}: {self._kept()}")
-            if stopping:
-                code = stop.exit_code if stop.stop_requested else ExitCode.TERMINATED  # the signal came to another rank
-                return self._end(step, code, f"stopped at step {step}, everything is saved")
+            if asked > Asked.CALLBACK_STOPPED:
+                return self._end_as_asked(asked, step, stop)
+            if error is not None:
+                return self._end(step, ExitCode.ERROR, error)
+            if asked:
+                return self._end_as_asked(asked, step, stop)
             if reached:
                 return self._end(step, ExitCode.DONE, f"{o.main} reached {o.stop_at} at step {step}")
         return self._end(step, ExitCode.DONE, f"done after {step} steps")
+
+    def _due(self, step: int, every: int) -> bool:
+        return self.evaluate is not None and bool(every) and (step % every == 0 or step == self.options.steps)
 
     def _one(self, step: int) -> dict[str, float]:
         """One step; steps count from 0 inside learners and from 1 in files."""
@@ -168,26 +213,83 @@ class Loop:
             with self.timer.phase("update"):
                 self.learner.update(experience)
         metrics = self.learner.metrics()
+        metrics = metrics | self.callbacks.call("on_step", step, metrics)
         if self.run is not None:
             self.run.metrics.append({"step": step, **metrics})
             self.run.timing.append({"step": step, **self.timer.take()})
         self.log(metrics, step)
-        self.progress.step(step, metrics, self.learner.explain())
+        line, *remarks = self.learner.explain().splitlines()
+        if metrics.get("skipped"):
+            line += ", NOT FINITE"
+            remarks.append("loss or gradient was not finite: the step was skipped and the weights are untouched")
+        self.progress.step(step, metrics, line)
+        for remark in remarks:
+            if remark not in self._remarks:
+                self._remarks.add(remark)
+                self.progress.say(remark)
+        if self._idle is not None:
+            self._idle = None if _trained(metrics) else self._idle + 1
         return metrics
 
     def _evaluate(self, step: int) -> float | None:
         assert self.evaluate is not None
         with self.timer.phase("evaluate"):
             found = self.evaluate(step)
+        named = {f"eval_{name}": value for name, value in found.items()}
+        named |= self.callbacks.call("on_evaluate", step, named)
         if self.run is not None:
-            self.run.metrics.append({"step": step, **{f"eval_{name}": value for name, value in found.items()}})
-        self.log({f"eval_{name}": value for name, value in found.items()}, step)
+            self.run.metrics.append({"step": step, **named})
+        self.log(named, step)
         shown = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
         self.progress.say(f"evaluation at step {step}: {shown}")
         score = found.get(self.options.main)
         if score is not None and not isnan(score) and step and (self.best is None or score > self.best):
             self.best, self.best_step = score, step
         return score
+
+    def _tell(self, moment: str, step: int, *told: Any) -> None:
+        """Call the callbacks at a moment that has no line of its own in the metrics."""
+        logged = self.callbacks.call(moment, step, *told)
+        if logged and self.run is not None:
+            self.run.metrics.append({"step": step, **logged})
+            self.log(logged, step)
+
+    def _unscored(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """The error if no answer of the step has a score, on any rank."""
+        if "reward" in metrics or "rewards/failed" not in metrics:
+            return None
+        why = getattr(self.learner, "unscored", None) or "every reward failed"
+        return f"no answer of step {step} could be scored: {why}"
+
+    def _untrained(self, step: int) -> str | None:
+        """The error if nothing has ever trained, once the run has gone on like that for long or is over.
+
+        A run of a single step is a trial; that its groups happen to be flat is no error.
+        """
+        o, idle = self.options, self._idle or 0
+        if idle < 2 or (idle < o.idle_steps and step < o.steps):
+            return None
+        why = "; ".join(self.learner.explain().splitlines()[1:]) or "every gradient was 0 or not finite"
+        return f"nothing has trained in {idle} steps: {why}"
+
+    def _asked(self, stop: StopSignals) -> Asked:
+        own = Asked.NOTHING
+        if stop.stop_requested:
+            own = Asked.SIGNAL
+        elif self.callbacks.failed is not None:
+            own = Asked.CALLBACK_FAILED
+        elif self.callbacks.stopped is not None:
+            own = Asked.CALLBACK_STOPPED
+        return Asked(int(self.agree(float(own))))
+
+    def _end_as_asked(self, asked: Asked, step: int, stop: StopSignals) -> Outcome:
+        saved = f"stopped at step {step}" + (", everything is saved" if self._saved == step else "")
+        if asked is Asked.SIGNAL:
+            code = stop.exit_code if stop.stop_requested else ExitCode.TERMINATED  # the signal came to another rank
+            return self._end(step, code, saved)
+        if asked is Asked.CALLBACK_FAILED:
+            return self._end(step, ExitCode.ERROR, f"{self.callbacks.failed or 'a callback failed'}; {saved}")
+        return self._end(step, ExitCode.DONE, f"stopped at step {step} by {self.callbacks.stopped or 'a callback'}")
 
     def _save(self, step: int, stop: StopSignals) -> None:
         """A checkpoint; if the disk is full the run goes on and tries again at the next one."""
@@ -198,7 +300,7 @@ class Loop:
         try:
             with self.timer.phase("save"), stop.saving():
                 self.run.sync()
-                checkpoint.save(
+                path = checkpoint.save(
                     self.run.checkpoints,
                     step,
                     lambda directory: self.write(directory, extra),
@@ -211,6 +313,7 @@ class Loop:
             self.progress.say(f"checkpoint of step {step} was not written, the run goes on: {error}")
             return
         self._disk_failures, self._saved = 0, step
+        self._tell("on_save", step, path)
 
     def _diverged(self, step: int, why: str) -> Outcome:
         return self._end(step, ExitCode.DIVERGED, f"diverged: {why}; {self._kept()}")
@@ -221,3 +324,8 @@ class Loop:
     def _end(self, step: int, code: ExitCode, reason: str) -> Outcome:
         self.progress.say(reason)
         return Outcome(step=step, exit_code=code, reason=reason, best=self.best, best_step=self.best_step)
+
+
+def _trained(metrics: Mapping[str, float]) -> bool:
+    """Whether an optimiser step was taken with a gradient that is not 0. A learner that logs neither has no optimiser."""
+    return metrics.get("optimizer_steps", 1.0) > 0 and 0 < metrics.get("grad_norm", 1.0) < inf

@@ -24,7 +24,7 @@ class Progress(Protocol):
         ...
 
     def step(self, step: int, metrics: Mapping[str, float], sentence: str) -> None:
-        """A step is done; the sentence says what it did."""
+        """A step is done; the sentence says in about 40 columns what it did."""
         ...
 
     def say(self, text: str) -> None:
@@ -47,6 +47,25 @@ class Quiet:
     def end(self) -> None: ...
 
 
+class Rate:
+    """How far a run is, how long a step takes and how long it will go on."""
+
+    def __init__(self) -> None:
+        self.step = self.steps = self._start = 0
+        self._begun = time.monotonic()
+
+    def begin(self, *, start: int, steps: int) -> None:
+        """The clock starts."""
+        self.step, self.steps, self._start, self._begun = start, steps, start, time.monotonic()
+
+    def line(self, step: int, sentence: str, *, of: str = "") -> str:
+        """A step's line. `of` stands after its number, such as "/60"."""
+        self.step = step
+        seconds = (time.monotonic() - self._begun) / max(1, step - self._start)
+        left = f", {duration(seconds * (self.steps - step))} left" if step < self.steps else ""
+        return f"step {step}{of}: {sentence}, {seconds:.3g} s/step{left}"
+
+
 class Lines:
     """Plain log lines: one for the first step, then at most one every few seconds, and one for everything said.
 
@@ -54,13 +73,12 @@ class Lines:
     """
 
     def __init__(self, *, every_s: float = 5.0, phase_every_s: float = 20.0) -> None:
-        self._every, self._last = every_s, -float("inf")
-        self._steps, self._start, self._begun = 0, 0, time.monotonic()
+        self._every, self._last, self._rate = every_s, -float("inf"), Rate()
         self._phase_every, self._phase, self._phase_begun, self._phase_last = phase_every_s, "", 0.0, 0.0
 
     def begin(self, title: str, *, start: int, steps: int) -> None:
         """Name the run."""
-        self._steps, self._start, self._begun = steps, start, time.monotonic()
+        self._rate.begin(start=start, steps=steps)
         _log.info("%s: steps %d to %d", title, start + 1, steps)
 
     def phase(self, name: str) -> None:
@@ -74,6 +92,10 @@ class Lines:
         if now - max(self._phase_last, self._last) < self._phase_every:
             return
         self._phase_last = now
+        if not done:
+            waited = duration(now - self._phase_begun)
+            _log.info("%s: %d of %d %s after %s", self._phase, done, total, unit, waited)
+            return
         rate = done / (now - self._phase_begun)
         left = duration((total - done) / rate)
         _log.info("%s: %d of %d %s, %.3g a second, %s left", self._phase, done, total, unit, rate, left)
@@ -81,11 +103,10 @@ class Lines:
     def step(self, step: int, metrics: Mapping[str, float], sentence: str) -> None:
         """One line if the last is old enough."""
         now = time.monotonic()
-        if now - self._last < self._every and step != self._steps:
+        if now - self._last < self._every and step != self._rate.steps:
             return
         self._last = now
-        left = (now - self._begun) / max(1, step - self._start) * (self._steps - step)
-        _log.info("step %d/%d, %s left: %s", step, self._steps, duration(left), sentence)
+        _log.info("%s", self._rate.line(step, sentence, of=f"/{self._rate.steps}"))
 
     def say(self, text: str) -> None:
         """A line."""

@@ -18,7 +18,7 @@ _STEP_FILE = re.compile(r"step-([0-9]{6,})(\.[\w-]+)*\.parquet")
 _LAYOUT = (
     *("config.json", "run.json", "metrics.jsonl", "timing.jsonl", "report.html"),
     *("answers.jsonl", "best_of_n.json"),
-    *("rollouts", "updates", "checkpoints", "model", "curves"),
+    *("rollouts", "updates", "checkpoints", "model", "curves", "trackers"),
 )
 _log = logging.getLogger(__name__)
 

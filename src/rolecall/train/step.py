@@ -145,6 +145,7 @@ class Updater:
         the gradient's norm before clipping, and whether it and the loss were finite: if not, no step was taken.
         """
         rounds = int(self._over_ranks(torch.tensor(float(len(parts))), "max"))
+        self.timer.advance(0, rounds, "micro-batches")
         self.optimizer.zero_grad(set_to_none=True)
         for i in range(rounds):
             rows = parts[i] if i < len(parts) else torch.zeros(0, dtype=torch.long)

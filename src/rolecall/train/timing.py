@@ -1,7 +1,7 @@
 """Where the time of a step goes, and how far its phases have come."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
@@ -26,6 +26,7 @@ class Timer:
     def __init__(self, *, watcher: Watcher | None = None) -> None:
         self._seconds: dict[str, float] = {}
         self.watcher = watcher
+        self._in_parts = False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -44,9 +45,20 @@ class Timer:
             self.advance(done, total, unit)
             yield one
 
+    def parts(self, parts: Sequence[T]) -> Iterator[T]:
+        """The same optimiser steps of a phase. They are what is counted, unless there is but one: then what it counts."""
+        self._in_parts = len(parts) > 1
+        try:
+            for done, one in enumerate(parts):
+                if self._in_parts and self.watcher is not None:
+                    self.watcher.advance(done, len(parts), "optimiser steps")
+                yield one
+        finally:
+            self._in_parts = False
+
     def advance(self, done: int, total: int, unit: str) -> None:
         """Of the phase's `total` units, `done` are done."""
-        if self.watcher is not None:
+        if self.watcher is not None and not self._in_parts:
             self.watcher.advance(done, total, unit)
 
     def take(self) -> dict[str, float]:
