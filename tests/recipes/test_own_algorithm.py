@@ -61,6 +61,8 @@ def test_a_pair_is_taken_with_a_critic_and_a_number_per_token_without():
         return batch.scores[:, None].expand(batch.ids.shape)
 
     for preset, advantage in (("ppo", pair), ("grpo", per_token)):
-        learner = learner_of(options_of(preset, **SHORT), lambda sample: float(sample.sample_index), advantage=advantage)
+        learner = learner_of(
+            options_of(preset, **SHORT), lambda sample: float(sample.sample_index), advantage=advantage
+        )
         learner.update(learner.collect(0))
         assert learner.metrics()["grad_norm"] > 0

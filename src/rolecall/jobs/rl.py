@@ -26,6 +26,7 @@ from rolecall.jobs.agents import (
     episode_rows,
     open_arena,
     open_envs,
+    try_out,
 )
 from rolecall.jobs.data import (
     by_name,
@@ -162,6 +163,8 @@ def _build(
             timer=timer,
         )
     envs = open_envs(played, options.agent, stack) if asked and played is not None else None
+    if envs is not None and played is not None and train is not None:
+        try_out(played, envs, train[0])
     policy = open_policy(options.model, options)
     for some in (train, test):
         if some is not None and played is None:

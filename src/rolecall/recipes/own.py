@@ -25,7 +25,7 @@ def own_advantage(function: Callable[..., Any], *, returns: bool) -> Advantage:
         else:
             well = well and isinstance(targets, Tensor) and targets.shape == shape
         if well:
-            return made  # type: ignore[no-any-return]
+            return made
         pair = "a pair (advantages, returns [batch, time]) with advantages" if returns else "a tensor"
         raise UserError(
             f"the advantage function {_name(function)} returned {_shown(made)}; it must return {pair} of shape "

@@ -123,7 +123,7 @@ class TRLEnv:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
         if told is not None:
             if not isinstance(told, str):
-                raise BadReply(f"reset returned a {type(told).__name__}, not a text or None")
+                raise BadReply(f"{type(self._env).__name__}.reset returned a {type(told).__name__}, not a text or None")
             messages[-1]["content"] = f"{messages[-1]['content']}{told}"
         return messages
 
