@@ -36,9 +36,34 @@ def env_source(env: EnvSource | None, rows: RowsSource | None) -> EnvSource | No
 
 
 def episode_rows(
-    env: EnvSource, rows: RowsSource | None, evaluation: HeldOutOptions, *, seed: int, n: int = _TRAIN_ROWS
+    env: EnvSource,
+    rows: RowsSource | None,
+    evaluation: HeldOutOptions,
+    *,
+    seed: int,
+    n: int = _TRAIN_ROWS,
+    prompt: str | None = None,
 ) -> tuple[Rows, Rows | None]:
-    """(rows to play, held-out rows if they will be used)."""
+    """(rows to play, held-out rows if they will be used), each with the prompt that takes the place of a description."""
+    train, test = _episode_rows(env, rows, evaluation, seed=seed, n=n)
+    if prompt is None:
+        return train, test
+    if not isinstance(env, str) or not env.startswith("gym:"):
+        raise UserError(
+            f"env.prompt is for environments named gym:…; {env_label(env)} says itself what the policy reads first"
+        )
+    if len(train) and "prompt" in train[0]:
+        raise UserError("the rows have prompts of their own: leave out env.prompt")
+    return _prompted(train, prompt), None if test is None else _prompted(test, prompt)
+
+
+def _prompted(rows: Rows, prompt: str) -> Rows:
+    return ListRows([{**rows[i], "prompt": prompt} for i in range(len(rows))])
+
+
+def _episode_rows(
+    env: EnvSource, rows: RowsSource | None, evaluation: HeldOutOptions, *, seed: int, n: int
+) -> tuple[Rows, Rows | None]:
     if isinstance(rows, str):
         check_named("rows", rows)
     if rows is None and not (isinstance(env, str) and is_task(env)):

@@ -149,7 +149,7 @@ def _build(
     if played is not None:
         check_episodes(options)
     if asked and played is not None:
-        train, test = episode_rows(played, given, options.eval, seed=options.seed)
+        train, test = episode_rows(played, given, options.eval, seed=options.seed, prompt=options.agent.prompt)
     elif asked:
         train, test, task_reward = prompt_rows("addition" if given is None else given, options.eval, seed=options.seed)
     if train is not None and (played is None or rewards or options.reward):
