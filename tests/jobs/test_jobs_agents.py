@@ -229,13 +229,13 @@ def test_a_broken_episode_is_counted_and_does_not_train(tmp_path, caplog, length
 def test_a_run_whose_episodes_all_break_in_reset_ends_with_the_reason(tmp_path):
     class Never:
         def reset(self, row, seed):
-            return None
+            return "go" if seed == 0 else None
 
         def step(self, message):
             return Step(done=True)
 
     with pytest.raises(
-        UserError, match="all 6 episodes of step 1 were broken off before the first turn: reset returned a"
+        UserError, match=r"all 6 episodes of step 1 were broken off before the first turn: Never\.reset returned a"
     ):
         rolecall.rl(env=Never, out=str(tmp_path / "run"), **SHORT)
 

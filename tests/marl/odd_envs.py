@@ -150,6 +150,27 @@ class Continuous(NeverEnds):
     action_space = spaces.Box(-1, 1, (2,), np.float32)
 
 
+class OwnLimit(NeverEnds):
+    """Reports its own limit as an end, as rware does."""
+
+    max_steps, ends = 6, 6
+
+    def step(self, action):
+        found = super().step(action)
+        return *found[:2], self.t == self.ends, False, {}
+
+
+class EndsBeforeItsLimit(OwnLimit):
+    ends = 4
+
+
+class ParallelOwnLimit(Parallel):
+    max_steps = 5
+
+
+own_limit = OwnLimit
+ends_before_its_limit = EndsBeforeItsLimit
+parallel_own_limit = ParallelOwnLimit
 always_good = Parallel
 come_and_go = ComeAndGo
 never_ends = NeverEnds

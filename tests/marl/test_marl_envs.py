@@ -140,3 +140,38 @@ def test_an_environment_that_hangs_or_crashes_takes_only_its_own_process_along()
             assert frame.reward.tolist() == [[1.0], [1.0]]
         finally:
             envs.close()
+
+
+def to_the_end(name, actions=0):
+    """(terminated, truncated, steps) of an episode in which nobody ever does anything else."""
+    envs = open_envs(name, 1)
+    envs.reset([3])
+    for t in range(1, 1000):
+        frame = envs.step(np.full((1, len(envs.spec.agents)), actions, np.int64), np.ones(1, bool))
+        assert not frame.faults
+        if frame.terminated[0] or frame.truncated[0]:
+            return bool(frame.terminated[0]), bool(frame.truncated[0]), t
+    raise AssertionError("no end")
+
+
+def test_rwares_own_limit_is_a_truncation():
+    pytest.importorskip("rware")
+    assert to_the_end("gym:rware:rware-tiny-2ag-v2") == (False, True, 500)
+
+
+def test_lbforagings_own_limit_is_a_truncation():
+    assert to_the_end("lbforaging:8x8-2p-2f-coop") == (False, True, 50)
+    assert to_the_end("gym:lbforaging:Foraging-8x8-2p-2f-coop-v3") == (False, True, 50)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("odd_envs:own_limit", (False, True, 6)),
+        ("odd_envs:ends_before_its_limit", (True, False, 4)),
+        ("odd_envs:parallel_own_limit", (False, True, 5)),
+        ("odd_envs:always_good", (True, False, 5)),
+    ],
+)
+def test_a_limit_that_an_environment_keeps_itself_is_no_end(name, how):
+    assert to_the_end(name) == how

@@ -112,3 +112,15 @@ class Explodes:
 
     def step(self, message):
         return Step(done=True)
+
+
+class Deaf(Echo):
+    def step(self):
+        return Step(done=True)
+
+
+class Gymnasiums(Echo):
+    action_space = None
+
+    def reset(self, *, seed=None, options=None):
+        return "go", {}

@@ -78,8 +78,9 @@ def test_the_same_episodes_in_this_process_and_in_workers():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (None, "step returned a NoneType, not a Step"),
-        ((1, 2), "step returned a tuple, not a Step"),
+        (None, "NotText.step returned None, not a Step"),
+        ((1, 2), "NotText.step returned a tuple of 2, not a Step"),
+        (("seen", 0.0, False, False, {}), "NotText.step returned a tuple of 5, as Gymnasium's environments do; return"),
         (Step(messages=[{"role": "user", "content": 7}]), "a message whose content is a int (7), not a text"),
         (Step(messages=[{"content": "hi"}]), "it needs `role` and `content`"),
         (Step(messages=3.5), "returned a float as messages"),
@@ -102,7 +103,7 @@ def test_a_reset_that_is_no_text_is_named():
             return 7
 
     (reply,) = LocalEnvs(Numbers).start({0: Start(row={}, seed=0)}).values()
-    assert reply.reason == "reset returned a int as messages, not a text or a list of messages"
+    assert reply.reason == "Numbers.reset returned a int as messages, not a text or a list of messages"
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,11 @@ def test_a_reset_that_is_no_text_is_named():
         ("Explodes", "cannot be made: OSError: no display"),
         ("Ecko", r"has no `Ecko`; did you mean `Echo`\?"),
         ("NoStep", "an environment needs `step`, which NoStep has not"),
+        ("Deaf", r"Deaf.step cannot be called as step\(message\): too many positional arguments"),
+        (
+            "Gymnasiums",
+            r"cannot be called as reset\(row, seed\): .*; it looks like a Gymnasium environment: register it",
+        ),
     ],
 )
 def test_what_cannot_be_used_at_all_is_said_at_the_start(name, said):

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from rolecall.tasks.env import EnvError, first_reply, next_reply, players_of
-from rolecall.tasks.env_adapters import GymEnv, OneTurn, TRLEnv
+from rolecall.tasks.env_adapters import OneTurn, TRLEnv
 from rolecall.tasks.env_names import as_factory, check_name, open_env
 from rolecall.tasks.kuhn import DEALS, decisions, exploitability, game_value, pays
 from rolecall.tasks.names import find_agent_task, find_task, resolve
@@ -197,38 +197,6 @@ def test_an_illegal_move_costs_its_own_side_only():
 gym = pytest.mark.skipif(find_spec("gymnasium") is None, reason="needs gymnasium")
 
 
-@gym
-def test_a_gymnasium_environment_is_played_by_numbers():
-    env = GymEnv("FrozenLake-v1", is_slippery=False, render_mode="ansi")
-    first = first_reply(env, {"prompt": "Go to G."}, 7)
-    assert first.messages["agent"][0]["content"].startswith("Go to G.\n")
-    assert "SFFF" in first.messages["agent"][0]["content"].replace("\x1b[41mS\x1b[0m", "S")
-    wrong = next_reply(env, said("left"))
-    assert (wrong.messages["agent"][0]["content"], wrong.counts) == (
-        "answer with a number from 0 to 3",
-        {"bad_actions": 1},
-    )
-    for action in "112122":
-        reply = next_reply(env, said(action))
-    assert (reply.done, reply.truncated, reply.rewards) == (True, False, {"agent": 1.0})
-
-
-@gym
-def test_a_gymnasium_observation_that_is_a_number_is_written_as_one():
-    env = open_env("gym:FrozenLake-v1:is_slippery=false")()
-    assert first_reply(env, {}, 0).messages["agent"] == [{"role": "user", "content": "0"}]
-    assert next_reply(env, said("2")).messages["agent"][0]["content"] == "1"
-
-
-@gym
-def test_gymnasiums_time_limit_is_a_truncation():
-    env = GymEnv("FrozenLake-v1", is_slippery=False, max_episode_steps=2)
-    first_reply(env, {}, 0)
-    next_reply(env, said("0"))
-    reply = next_reply(env, said("0"))
-    assert (reply.done, reply.truncated) == (True, True)
-
-
 class Counter:
     """As TRL takes it: made without arguments, tools by their public methods."""
 
@@ -321,7 +289,6 @@ def test_reasoning_gym_is_an_environment_of_one_turn():
         ("no-such-file.py:Env", "there is no file"),
         ("trl:nothing", "there is no environment 'nothing'"),
         pytest.param("gym:FrozenLake-v9", "did you mean 'gym:FrozenLake-v1'", marks=gym),
-        pytest.param("gym:CartPole-v1", "arrays of numbers", marks=gym),
         pytest.param("gym:Pendulum-v1", "only Discrete and Text", marks=gym),
     ],
 )

@@ -1,6 +1,6 @@
 """Options of episodes of several turns."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -22,6 +22,8 @@ class AgentOptions:
     """Seconds an environment may take to answer before it is killed and its episode given up."""
     workers: int = 2
     """Processes that run environments which are not built in."""
+    prompt: str | None = field(default=None, metadata={"flag": "env.prompt"})
+    """gym:ID: what the policy reads before the first observation, in place of the environment's own description."""
 
     def __post_init__(self) -> None:
         if self.max_turns < 1 or self.workers < 1:

@@ -27,7 +27,8 @@ class Option:
     about: str
     """The docstring under the field."""
     flag: str
-    """Its name on the command line, without dashes; `metadata={"flag": …}` where that differs from the key."""
+    """Its name on the command line, without dashes; `metadata={"flag": …}` where that differs from the key's last
+    part, or from the whole key if it has a dot."""
     known_as: tuple[str, ...]
     """Names other libraries have for it, from `metadata={"known_as": …}`; who writes one of them is told the key."""
     bare: bool = False
@@ -118,12 +119,13 @@ def _part(f: Field[Any], key: str, hint: Any, about: str, instance: Any) -> Opti
     default = _default(f) if instance is None else getattr(instance, f.name)
     nested = [t for t in alternatives(hint) if is_dataclass(t)]
     if not nested:
+        flag = f.metadata.get("flag", f.name)
         return Option(
             key=key,
             type=hint,
             default=default,
             about=about,
-            flag=key[: len(key) - len(f.name)] + f.metadata.get("flag", f.name),
+            flag=flag if "." in flag else key[: len(key) - len(f.name)] + flag,
             known_as=tuple(f.metadata.get("known_as", ())),
             bare=bool(f.metadata.get("bare", False)),
         )

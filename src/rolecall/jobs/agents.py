@@ -1,6 +1,7 @@
 """Environments and their rows from the names a user gives."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,13 +14,15 @@ from rolecall.jobs.data import RowsSource, check_named
 from rolecall.policy.load import LoadedModel
 from rolecall.recipes.episodes import Arena
 from rolecall.rewards.records import Reward
-from rolecall.rollout.agents.pool import EnvPool, Envs, LocalEnvs
+from rolecall.rollout.agents.pool import EnvPool, Envs, Failure, LocalEnvs, Start
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.agent_tasks import AGENT_TASKS
 from rolecall.tasks.env_names import check_name, is_task
 from rolecall.tasks.names import find_agent_task, resolve
 from rolecall.tasks.rows import ListRows, Rows, split
 from rolecall.train.timing import Timer
+
+_log = logging.getLogger("rolecall")
 
 EnvSource = str | Callable[[], Any]
 _TRAIN_ROWS = 20_000
@@ -34,9 +37,34 @@ def env_source(env: EnvSource | None, rows: RowsSource | None) -> EnvSource | No
 
 
 def episode_rows(
-    env: EnvSource, rows: RowsSource | None, evaluation: HeldOutOptions, *, seed: int, n: int = _TRAIN_ROWS
+    env: EnvSource,
+    rows: RowsSource | None,
+    evaluation: HeldOutOptions,
+    *,
+    seed: int,
+    n: int = _TRAIN_ROWS,
+    prompt: str | None = None,
 ) -> tuple[Rows, Rows | None]:
-    """(rows to play, held-out rows if they will be used)."""
+    """(rows to play, held-out rows if they will be used), each with the prompt that takes the place of a description."""
+    train, test = _episode_rows(env, rows, evaluation, seed=seed, n=n)
+    if prompt is None:
+        return train, test
+    if not isinstance(env, str) or not env.startswith("gym:"):
+        raise UserError(
+            f"env.prompt is for environments named gym:…; {env_label(env)} says itself what the policy reads first"
+        )
+    if len(train) and "prompt" in train[0]:
+        raise UserError("the rows have prompts of their own: leave out env.prompt")
+    return _prompted(train, prompt), None if test is None else _prompted(test, prompt)
+
+
+def _prompted(rows: Rows, prompt: str) -> Rows:
+    return ListRows([{**rows[i], "prompt": prompt} for i in range(len(rows))])
+
+
+def _episode_rows(
+    env: EnvSource, rows: RowsSource | None, evaluation: HeldOutOptions, *, seed: int, n: int
+) -> tuple[Rows, Rows | None]:
     if isinstance(rows, str):
         check_named("rows", rows)
     if rows is None and not (isinstance(env, str) and is_task(env)):
@@ -65,6 +93,28 @@ def open_envs(env: EnvSource, options: AgentOptions, stack: ExitStack) -> Envs:
         if env.partition(":")[0] in AGENT_TASKS:
             return LocalEnvs(find_agent_task(env).env)
     return stack.enter_context(EnvPool(env, workers=options.workers, deadline_s=options.deadline))
+
+
+def try_out(env: EnvSource, envs: Envs, row: Mapping[str, Any]) -> None:
+    """A dry episode of one step in an environment that is not built in, so that one that cannot work is found at once.
+
+    What `step` raises is a warning only: the message is ours, not the policy's.
+    """
+    if isinstance(env, str) and is_task(env):
+        return
+    label = env_label(env)
+    (found,) = envs.start({0: Start(row=row, seed=0)}).values()
+    if isinstance(found, Failure):
+        raise UserError(f"environment {label} cannot begin an episode: {found.reason}")
+    (found,) = envs.step({0: {"role": "assistant", "content": "0"}}).values()
+    if isinstance(found, Failure) and found.wrong:
+        raise UserError(f"environment {label} cannot go on with an episode: {found.reason}")
+    if isinstance(found, Failure):
+        _log.warning(
+            "environment %s failed in a dry episode, when told '0': %s; an episode in which that happens is broken off",
+            label,
+            found.reason,
+        )
 
 
 def open_arena(

@@ -114,7 +114,10 @@ def _episodes(
             how = replace(HeldOutOptions(**learned["eval"]), rows=options.n)
         elif source is not None and not (isinstance(source, str) and is_task(source)):
             how = HeldOutOptions()
-        all_rows, test = episode_rows(env, source, how, n=options.n, seed=options.seed)
+        prompt = options.agent.prompt
+        if prompt is None and env == learned.get("env"):  # it learned to answer to its own
+            prompt = learned.get("agent", {}).get("prompt")
+        all_rows, test = episode_rows(env, source, how, n=options.n, seed=options.seed, prompt=prompt)
         found = all_rows if test is None else test
         chosen = ChosenRows(found, range(min(options.n, len(found))))
         sources = rewards or options.reward or tuple(learned.get("reward", ()))

@@ -57,7 +57,7 @@ def run(
         given = options.rows if rows is None else rows
         if given is not None:
             how = HeldOutOptions()
-        train, test = episode_rows(source, given, how, n=options.n, seed=options.seed)
+        train, test = episode_rows(source, given, how, n=options.n, seed=options.seed, prompt=options.agent.prompt)
         found = train if test is None else test
         chosen = [found[i] for i in range(min(options.n, len(found)))]
         envs = open_envs(source, options.agent, stack)

@@ -26,6 +26,7 @@ from rolecall.jobs.agents import (
     episode_rows,
     open_arena,
     open_envs,
+    try_out,
 )
 from rolecall.jobs.data import (
     by_name,
@@ -153,7 +154,7 @@ def _build(
     if played is not None:
         check_episodes(options)
     if asked and played is not None:
-        train, test = episode_rows(played, given, options.eval, seed=options.seed)
+        train, test = episode_rows(played, given, options.eval, seed=options.seed, prompt=options.agent.prompt)
     elif asked:
         train, test, task_reward = prompt_rows("addition" if given is None else given, options.eval, seed=options.seed)
     if train is not None and (played is None or rewards or options.reward):
@@ -167,6 +168,8 @@ def _build(
             timer=timer,
         )
     envs = open_envs(played, options.agent, stack) if asked and played is not None else None
+    if envs is not None and played is not None and train is not None:
+        try_out(played, envs, train[0])
     policy = open_policy(options.model, options)
     for some in (train, test):
         if some is not None and played is None:

@@ -24,6 +24,7 @@ from rolecall.recipes.algorithms import Algorithm, Knobs, algorithm_of
 from rolecall.recipes.collect import Answers, Collector
 from rolecall.recipes.experience import MiniStep, Rollout, Watch
 from rolecall.recipes.measure import finish, in_words, measure_drawn, measure_rollout, measure_update
+from rolecall.recipes.own import own_advantage, own_loss
 from rolecall.recipes.prepare import Preparer, Source
 from rolecall.recipes.replay import Replay, finish_replay, measure_replay
 from rolecall.rewards.records import Reward, why_unscored
@@ -61,7 +62,10 @@ class RLLearner:
         sampling answers to the rows, which may then be None."""
         self.options, self.policy, self.module, self.updater = options, policy, module, updater
         self.engine, self.reward, self.reference = engine, reward, reference
-        self.watches, self._own_advantage, self._own_loss = list(watches), advantage, loss
+        self.watches = list(watches)
+        targets = options.algorithm.critic != "none" and loss is None  # the preset's loss of the critic needs them
+        self._own_advantage = None if advantage is None else own_advantage(advantage, returns=targets)
+        self._own_loss = None if loss is None else own_loss(loss)
         self.timer = timer or Timer()
         if options.prompts < updater.accelerator.num_processes:
             raise ValueError(

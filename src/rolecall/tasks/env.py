@@ -123,43 +123,53 @@ def players_of(env: Any) -> tuple[str, ...]:
 
 def first_reply(env: Any, row: Mapping[str, Any], seed: int) -> Reply:
     """`env.reset`, checked."""
-    found = env.reset(row, seed)
+    found, where = env.reset(row, seed), f"{type(env).__name__}.reset"
     if isinstance(found, Move):
-        return _of_move(found, players_of(env), "reset")
-    messages = _messages(found, "reset")
+        return _of_move(found, players_of(env), where)
+    if (
+        isinstance(found, tuple)
+        and len(found) == 2
+        and isinstance(found[1], dict)
+        and not isinstance(found[0], Mapping)
+    ):
+        raise BadReply(
+            f"{where} returned a pair (observation, info), as Gymnasium's do; return the text to answer alone"
+        )
+    messages = _messages(found, where)
     if not messages:
-        raise BadReply("reset returned no messages; the policy needs something to answer")
+        raise BadReply(f"{where} returned no messages; the policy needs something to answer")
     return Reply(messages={SOLO: messages})
 
 
 def next_reply(env: Any, message: Message) -> Reply:
     """`env.step`, checked."""
-    found = env.step(message)
+    found, where = env.step(message), f"{type(env).__name__}.step"
     if isinstance(found, Move):
-        reply = _of_move(found, players_of(env), "step")
+        reply = _of_move(found, players_of(env), where)
     elif isinstance(found, Step):
-        context = None if found.context is None else _messages(found.context, "step", "context")
+        context = None if found.context is None else _messages(found.context, where, "context")
         if context == []:
-            raise BadReply("step returned a context without messages; leave it out to go on with the conversation")
+            raise BadReply(f"{where} returned a context without messages; leave it out to go on with the conversation")
         reply = Reply(
-            messages={SOLO: _messages(found.messages, "step")},
-            rewards={} if found.reward is None else {SOLO: _number(found.reward, "reward")},
+            messages={SOLO: _messages(found.messages, where)},
+            rewards={} if found.reward is None else {SOLO: _number(found.reward, where, "reward")},
             done=bool(found.done),
             truncated=bool(found.truncated),
             context=context,
-            counts=_counts(found.counts),
+            counts=_counts(found.counts, where),
         )
     else:
-        raise BadReply(f"step returned a {type(found).__name__}, not a Step (or, of a game, a Move)")
+        raise BadReply(f"{where} returned {_no_step(found)}")
     if not reply.done and not reply.messages.get(reply.speaker) and reply.context is None and len(players_of(env)) == 1:
-        raise BadReply("step returned no messages and is not done; the policy needs something to answer")
+        raise BadReply(f"{where} returned no messages and is not done; the policy needs something to answer")
     return reply if not reply.done else _with_view(reply, env)
 
 
 def last_reply(env: Any) -> Reply:
     """What an environment has to say when a limit cuts the episode off."""
     reward = env.final_reward() if hasattr(env, "final_reward") else None
-    rewards = {} if reward is None else {SOLO: _number(reward, "final reward")}
+    where = f"{type(env).__name__}.final_reward"
+    rewards = {} if reward is None else {SOLO: _number(reward, where, "reward")}
     return _with_view(Reply(rewards=rewards, done=True, truncated=True), env)
 
 
@@ -170,11 +180,23 @@ def _of_move(move: Move, players: tuple[str, ...], where: str) -> Reply:
     return Reply(
         speaker=move.speaker,
         messages={player: _messages(said, where) for player, said in move.messages.items()},
-        rewards={player: _number(reward, "reward") for player, reward in move.rewards.items()},
+        rewards={player: _number(reward, where, "reward") for player, reward in move.rewards.items()},
         done=bool(move.done),
         truncated=bool(move.truncated),
-        counts=_counts(move.counts),
+        counts=_counts(move.counts, where),
     )
+
+
+def _no_step(found: Any) -> str:
+    """What was returned in the place of a Step, and what to do."""
+    if isinstance(found, tuple) and len(found) in (4, 5):
+        return (
+            f"a tuple of {len(found)}, as Gymnasium's environments do; return rolecall.tasks.env.Step(messages=text, "
+            "reward=reward, done=terminated or truncated, truncated=truncated), or register it with Gymnasium and name it "
+            "gym:ID"
+        )
+    kind = f"a tuple of {len(found)}" if isinstance(found, tuple) else f"a {type(found).__name__}"
+    return f"{'None' if found is None else kind}, not a Step (or, of a game, a Move) of rolecall.tasks.env"
 
 
 def _messages(said: Any, where: str, what: str = "messages") -> list[dict[str, Any]]:
@@ -193,17 +215,17 @@ def _messages(said: Any, where: str, what: str = "messages") -> list[dict[str, A
     return checked
 
 
-def _number(value: Any, what: str) -> float:
+def _number(value: Any, where: str, what: str) -> float:
     if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
         found = float(value)
         if isfinite(found):
             return found
-        raise BadReply(f"step returned the {what} {found}, which is not finite")
-    raise BadReply(f"step returned {_short(value)} as {what}, which is no number")
+        raise BadReply(f"{where} returned the {what} {found}, which is not finite")
+    raise BadReply(f"{where} returned {_short(value)} as {what}, which is no number")
 
 
-def _counts(counts: Mapping[str, Any]) -> dict[str, float]:
-    return {str(name): _number(value, f"count `{name}`") for name, value in counts.items()}
+def _counts(counts: Mapping[str, Any], where: str) -> dict[str, float]:
+    return {str(name): _number(value, where, f"count `{name}`") for name, value in counts.items()}
 
 
 def _with_view(reply: Reply, env: Any) -> Reply:

@@ -19,7 +19,8 @@ from typing import Any
 from rolecall.tasks.agent_tasks import AGENT_TASKS
 from rolecall.tasks.builtin import BUILT_IN
 from rolecall.tasks.env import EnvError
-from rolecall.tasks.env_adapters import GymEnv, OneTurn, TRLEnv
+from rolecall.tasks.env_adapters import OneTurn, TRLEnv
+from rolecall.tasks.gym_text import GymEnv
 from rolecall.tasks.names import find_agent_task, find_task, task_options
 
 Factory = Callable[[], Any]

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolecall.marl.envs.base import EnvError, EnvSpec, Moment, Team
+from rolecall.tasks.gym_text import at_own_limit, own_limit
 
 DEFAULT_LIMIT = 500
 """Steps after which an episode is cut off if the environment names no limit of its own."""
@@ -15,8 +16,8 @@ DEFAULT_LIMIT = 500
 class GymEnv:
     """A Gymnasium environment: a Discrete action space and one agent, or a Tuple of Discrete ones and an agent for each.
 
-    `own_limit_ends` is for environments that report their own time limit as an end: at the last step of it an end that
-    `really_ended` does not confirm is a truncation.
+    An end at the step limit that an environment keeps itself (rware's `max_steps`) is a truncation; where the environment
+    can tell the two apart, `really_ended` does.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class GymEnv:
 
     def reset(self, seed: int) -> Moment:
         """Begin an episode."""
+        self._steps = 0
         self._before_reset(self._env)
         obs, info = self._env.reset(seed=seed)
         return self._moment(obs, info)
@@ -62,10 +64,19 @@ class GymEnv:
         """One step of all agents."""
         shifted = [a + start for a, start in zip(actions, self._starts, strict=True)]
         obs, reward, ended, cut, info = self._env.step(shifted if self._several else shifted[0])
-        if ended and self._really_ended is not None and not self._really_ended(self._env):
+        self._steps += 1
+        if self._cut_short(ended, cut):
             ended, cut = False, True
         rewards = list(reward) if np.ndim(reward) else [reward] * len(self.spec.agents)
         return self._moment(obs, info, rewards, ended=bool(np.all(ended)), cut=bool(np.any(cut)))
+
+    def _cut_short(self, ended: Any, cut: Any) -> bool:
+        """Whether what is reported as an end is the environment's own limit."""
+        if not np.all(ended) or np.any(cut):
+            return False
+        if self._really_ended is not None:
+            return not self._really_ended(self._env)
+        return at_own_limit(self._env, self._steps)
 
     def _moment(
         self, obs: Any, info: Any, rewards: Sequence[float] = (), *, ended: bool = False, cut: bool = False
@@ -89,7 +100,8 @@ class GymEnv:
 class ParallelEnv:
     """A PettingZoo parallel environment. Agents may come and go; an episode is over when none is left.
 
-    It ended if any of the last agents' terminations says so, else it was cut off.
+    It ended if any of the last agents' terminations says so and not only because of a step limit that the environment
+    keeps itself, else it was cut off.
     """
 
     def __init__(self, env: Any, *, name: str, limit: int | None = None, team: Team = "mean") -> None:
@@ -121,6 +133,7 @@ class ParallelEnv:
 
     def reset(self, seed: int) -> Moment:
         """Begin an episode."""
+        self._steps = 0
         obs, infos = self._env.reset(seed=seed)
         return self._moment(obs, infos)
 
@@ -128,8 +141,11 @@ class ParallelEnv:
         """One step of the agents that are there."""
         chosen = {agent: actions[self._number[agent]] for agent in self._env.agents}
         obs, rewards, ended, cut, infos = self._env.step(chosen)
+        self._steps += 1
         over = not self._env.agents
         terminated = over and (any(ended.values()) or not any(cut.values()))
+        if terminated and all(ended.values()) and not any(cut.values()) and at_own_limit(self._env, self._steps):
+            terminated = False
         gone = {agent for agent in obs if ended.get(agent) or (agent not in self._env.agents and not over)}
         return self._moment(
             {agent: seen for agent, seen in obs.items() if agent not in gone},
@@ -213,7 +229,6 @@ def _numbers(what: Any, space: Any) -> NDArray:
 
 
 def _own_limit(env: Any) -> int | None:
-    """The limit an environment names: Gymnasium's `max_episode_steps`, MPE's `max_cycles`."""
-    spec = getattr(env, "spec", None)
-    found = getattr(spec, "max_episode_steps", None) or getattr(getattr(env, "unwrapped", None), "max_cycles", None)
+    """The limit an environment names: Gymnasium's `max_episode_steps`, or one it keeps itself."""
+    found = getattr(getattr(env, "spec", None), "max_episode_steps", None) or own_limit(env)
     return int(found) if found else None

@@ -57,7 +57,10 @@ def _maker(name: str, limit: int | None) -> Callable[[], Env]:
         _need(name, "gymnasium")
         import gymnasium
 
-        return lambda: _made(name, lambda: GymEnv(gymnasium.make(rest), name=name, limit=limit))
+        # Gymnasium's checker objects to a reward for each agent.
+        return lambda: _made(
+            name, lambda: GymEnv(gymnasium.make(rest, disable_env_checker=True), name=name, limit=limit)
+        )
     if rest and kind not in KINDS and (kind.endswith(".py") or _importable(kind)):
         _need(name, "gymnasium")
         function = _function(name, kind, rest)

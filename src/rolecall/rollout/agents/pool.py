@@ -27,6 +27,8 @@ class Failure:
 
     reason: str
     """In a sentence."""
+    wrong: bool = False
+    """True if what the environment returned is not what it should; False if it raised, hung or died."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +89,7 @@ def _tried(what: Callable[..., Reply], *given: Any) -> Reply | Failure:
     try:
         return what(*given)
     except BadReply as error:
-        return Failure(reason=str(error))
+        return Failure(reason=str(error), wrong=True)
     except Exception as error:  # the episode's failure, not the run's
         return Failure(reason=f"{type(error).__name__}: {error}")
 
@@ -254,7 +256,7 @@ class EnvPool:
         if "error" in message:
             if message.get("memory"):
                 place.replace()
-            self._failed(found, key, str(message["error"]))
+            self._failed(found, key, str(message["error"]), wrong=bool(message.get("wrong")))
             return
         try:
             found[key] = Reply(**message["reply"])
@@ -267,8 +269,8 @@ class EnvPool:
             played.said += [] if said is None else [said]
             played.digests.append(digest(asdict(found[key])))
 
-    def _failed(self, found: dict[int, Reply | Failure], key: int, why: str) -> None:
-        found[key] = Failure(reason=why)
+    def _failed(self, found: dict[int, Reply | Failure], key: int, why: str, *, wrong: bool = False) -> None:
+        found[key] = Failure(reason=why, wrong=wrong)
 
     def _in_vain(self, place: _Place) -> None:
         how = place.replace()

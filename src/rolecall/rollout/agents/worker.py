@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import inspect
 import json
 import os
 import pickle
@@ -39,9 +40,19 @@ def digest(reply: Mapping[str, Any]) -> str:
 def describe(factory: Callable[[], Any]) -> dict[str, Any]:
     """What is known of environments before any episode: players and tools. Makes one to find out."""
     env = factory()
-    for method in ("reset", "step"):
-        if not callable(getattr(env, method, None)):
+    for method, given in (("reset", ("row", "seed")), ("step", ("message",))):
+        call = getattr(env, method, None)
+        if not callable(call):
             raise UserError(f"an environment needs `{method}`, which {type(env).__name__} has not")
+        try:
+            inspect.signature(call).bind(*given)
+        except TypeError as error:
+            gym = hasattr(env, "action_space")
+            hint = "; it looks like a Gymnasium environment: register it and name it gym:ID" if gym else ""
+            name = f"{type(env).__name__}.{method}"
+            raise UserError(f"{name} cannot be called as {method}({', '.join(given)}): {error}{hint}") from error
+        except ValueError:  # written in C: nothing is known of its arguments
+            continue
     return {"players": list(players_of(env)), "tools": list(getattr(env, "tools", ()))}
 
 
@@ -69,7 +80,7 @@ def _serve(channel: socket.socket, send: Callable[[dict[str, Any]], None]) -> No
         try:
             send({"reply": asdict(_do(job, envs, factory))})
         except BadReply as error:
-            send({"error": str(error)})
+            send({"error": str(error), "wrong": True})
         except BaseException as error:  # whatever an environment raises is this episode's failure
             send(described(error))
 
