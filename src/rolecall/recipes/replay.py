@@ -15,10 +15,11 @@ from torch import Tensor
 
 from rolecall.config.experience import ReplayOptions
 from rolecall.config.rl import RLOptions
+from rolecall.experience.batches import join
 from rolecall.experience.joined import Joined
 from rolecall.experience.replay import Drawn, Limits, ReplayBuffer, StoredGroup
 from rolecall.maths import losses
-from rolecall.maths.roles import Role, Verdict
+from rolecall.maths.roles import Verdict
 from rolecall.policy.model import Outputs
 from rolecall.recipes.algorithms import need, weighted
 from rolecall.recipes.experience import MiniStep, Replayed, Rollout, compared
@@ -232,53 +233,6 @@ def start_weights(o: ReplayOptions, batch: Batch, *, inside_only: bool) -> Tenso
         high=o.weights_high,
     )
     return (weights > 0).to(weights.dtype) if inside_only else weights
-
-
-_FILL: dict[str, float] = {
-    "ids": 0,
-    "roles": int(Role.PAD),
-    "verdicts": int(Verdict.PADDING),
-    "rewards": 0,
-    "advantages": 0,
-    "weights": 1,
-    "replayed": False,
-}
-"""What stands where a batch has nothing: behind a row's end, or in a field that only the other batch has. Else NaN."""
-
-
-def join(fresh: Batch, replayed: Batch) -> Batch:
-    """Both batches as one, fresh rows first. Old log-probs are there only if the fresh ones have them."""
-    if fresh.old_logprobs is None:
-        replayed = dataclasses.replace(replayed, old_logprobs=None)
-    time = max(fresh.ids.shape[1], replayed.ids.shape[1])
-    first, second = dict(fresh.tensors()), dict(replayed.tensors())
-    names = [*first, *(name for name in second if name not in first)]
-    return Batch(
-        **{
-            name: torch.cat(
-                [
-                    _filled(name, first.get(name), len(fresh), time, like=second.get(name)),
-                    _filled(name, second.get(name), len(replayed), time, like=first.get(name)),
-                ]
-            )
-            for name in names
-        }
-    )
-
-
-def _filled(name: str, tensor: Tensor | None, rows: int, time: int, *, like: Tensor | None) -> Tensor:
-    """A field of `rows` rows, as wide as `time`; where there is nothing, what `_FILL` says."""
-    fill = _FILL.get(name, torch.nan)
-    if tensor is None and name == "episodes":
-        return torch.arange(-1, -1 - rows, -1)  # none of them is cut: each row is an episode of its own
-    if tensor is None:
-        assert like is not None
-        if like.dim() == 1 and name not in _FILL and not like.is_floating_point():
-            return -1 - torch.arange(rows)  # names: each row has one of its own
-        return torch.full((rows, time)[: like.dim()], fill, dtype=like.dtype)
-    if tensor.dim() == 1:
-        return tensor
-    return torch.nn.functional.pad(tensor, (0, time - tensor.shape[1]), value=fill)
 
 
 def _sequences(rollout: Rollout, groups: Sequence[StoredGroup], joined: Batch) -> Joined:
