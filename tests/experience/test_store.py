@@ -294,7 +294,8 @@ def test_a_file_from_before_supports_with_a_cut_vocabulary_has_log_probs_of_the_
     old = pa.struct([f for f in table.schema.field("sampling").type if f.name != "logprobs"])
     table = table.set_column(table.schema.get_field_index("sampling"), "sampling", table["sampling"].cast(old))
     pq.write_table(
-        table.replace_schema_metadata(table.schema.metadata | {b"rolecall.schema_version": b"3"}), tmp_path / "old.parquet"
+        table.replace_schema_metadata(table.schema.metadata | {b"rolecall.schema_version": b"3"}),
+        tmp_path / "old.parquet",
     )
     assert read_rollouts(tmp_path / "new.parquet").details[0].sampling.logprobs == "drawn"
     assert read_rollouts(tmp_path / "old.parquet").details[0].sampling.logprobs == "full"
