@@ -195,9 +195,7 @@ class Ragged:
 
 def nested(ids: NDArray, counts: NDArray, lengths: NDArray, present: NDArray) -> pa.Array:
     """A column of `NESTED_IDS`: rows of `lengths` positions, positions of `counts` ids; null where not `present`."""
-    inner = pa.ListArray.from_arrays(
-        _offsets(counts[np.repeat(present, lengths)]), pa.array(ids, pa.int32()), type=IDS
-    )
+    inner = pa.ListArray.from_arrays(_offsets(counts[np.repeat(present, lengths)]), pa.array(ids, pa.int32()), type=IDS)
     offsets = _offsets(np.where(present, lengths, 0))
     return pa.ListArray.from_arrays(offsets, inner, type=NESTED_IDS, mask=pa.array(~present))
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rolecall.experience.batches import flat_supports, split_supports
 from rolecall.experience.samplers import SAMPLERS, Known, answers_of, by_version_and_uses
+from rolecall.experience.supports import flat_supports, split_supports
 from rolecall.maths.roles import Role
 from rolecall.types import Finish, Trajectory
 

@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rolecall.experience.batches import flat_supports, split_supports
 from rolecall.experience.parquet import (
     CODES,
     FLOATS,
@@ -35,6 +34,7 @@ from rolecall.experience.parquet import (
 )
 from rolecall.experience.rollout_schema import COMPUTED, PIECES, UNCUT
 from rolecall.experience.rollout_schema import ROLLOUTS as ROLLOUTS
+from rolecall.experience.supports import flat_supports, split_supports
 from rolecall.maths.roles import Role, Verdict
 from rolecall.types import Batch, Finish, Sampling, Trajectory
 

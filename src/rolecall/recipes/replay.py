@@ -171,7 +171,8 @@ class Replay:
             observed = torch.where(trained(batch), int(Verdict.REPLAY_OBSERVED), batch.verdicts)
             return dataclasses.replace(batch, verdicts=observed)
         if o.weights != "none":
-            batch = dataclasses.replace(batch, weights=start_weights(o, batch, inside_only=not o.decoupled))
+            weights = start_weights(o, batch, Joined(trajectories), inside_only=not o.decoupled)
+            batch = dataclasses.replace(batch, weights=weights)
         if o.normalise == "joint":
             batch = dataclasses.replace(batch, groups=self._merged(groups, rollout, batch.groups))
         return dataclasses.replace(batch, replayed=torch.ones(len(batch), dtype=torch.bool))
@@ -218,20 +219,21 @@ def replay_loss(o: ReplayOptions, out: Outputs, batch: Batch, mask: Tensor) -> T
     return weighted(values, batch)
 
 
-def start_weights(o: ReplayOptions, batch: Batch, *, inside_only: bool) -> Tensor:
+def start_weights(o: ReplayOptions, batch: Batch, joined: Joined, *, inside_only: bool) -> Tensor:
     """[batch, time] importance weights of the policy at the start of the update against the one that sampled.
 
     `inside_only`: 1 within the band and 0 outside, for a loss whose ratio holds the weight already.
     """
     weights = losses.importance_weights(
-        need(batch.old_logprobs),
-        need(batch.behaviour_logprobs),
-        trained(batch),
+        joined.join(need(batch.old_logprobs)),
+        joined.join(need(batch.behaviour_logprobs)),
+        joined.join(trained(batch)),
         level=o.weights_level,
         kind=o.weights,
         low=o.weights_low,
         high=o.weights_high,
     )
+    weights = joined.split(weights, batch.ids.shape[1])
     return (weights > 0).to(weights.dtype) if inside_only else weights
 
 
