@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from math import isnan
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,7 +86,7 @@ class Completion:
     ids: tuple[int, ...]
     """The sampled tokens, the stop token included."""
     behaviour_logprobs: tuple[float, ...]
-    """log p of each token under the full tempered distribution it was drawn from."""
+    """log p of each token under the tempered distribution it was drawn from (see `Sampling.logprobs`)."""
     finish: Finish
     """Why it ended."""
     policy_version: int
@@ -96,9 +97,11 @@ class Completion:
     """Which of the request's answers this is."""
     seed: int
     """The request's seed."""
+    supports: tuple[bytes, ...] | None = None
+    """Which tokens could be drawn in each one's place, if sampling cut the vocabulary: see `Trajectory.supports`."""
 
     def __post_init__(self) -> None:
-        _check_lengths("completion", len(self.ids), behaviour_logprobs=self.behaviour_logprobs)
+        _check_lengths("completion", len(self.ids), behaviour_logprobs=self.behaviour_logprobs, supports=self.supports)
         if self.finish is Finish.STOP and not self.ids:
             raise ValueError("a completion that was stopped by an id holds at least that stop token")
 
@@ -134,9 +137,18 @@ class Trajectory:
     """The weights that sampled it."""
     behaviour_prompt_ids: tuple[int, ...] | None = None
     """The prompt the behaviour saw, if it differs from the one trained on."""
+    supports: tuple[bytes, ...] | None = None
+    """The ids that could be drawn in each token's place, ascending, as the bytes of an int32 array (a list would take
+    ten times the memory); empty: the whole vocabulary, or not sampled. None: the vocabulary was never cut."""
 
     def __post_init__(self) -> None:
-        _check_lengths("trajectory", len(self.ids), roles=self.roles, behaviour_logprobs=self.behaviour_logprobs)
+        _check_lengths(
+            "trajectory",
+            len(self.ids),
+            roles=self.roles,
+            behaviour_logprobs=self.behaviour_logprobs,
+            supports=self.supports,
+        )
         if not self.ids:
             raise ValueError("a trajectory holds at least one token")
         for start, end in self.turns:
@@ -187,6 +199,38 @@ class Group:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Supports:
+    """Which tokens could be drawn at each position, for positions of any shape. Log-probs, entropy and KL are of these.
+
+    The ids of all positions lie end to end; picking positions shares them.
+    """
+
+    ids: Tensor
+    """[total] int32."""
+    starts: Tensor
+    """Where a position's ids begin."""
+    counts: Tensor
+    """How many there are; 0: the whole vocabulary."""
+
+    def __getitem__(self, index: Any) -> "Supports":
+        return replace(self, starts=self.starts[index], counts=self.counts[index])
+
+    def to(self, device: torch.device | str) -> "Supports":
+        """The same on another device."""
+        return Supports(ids=self.ids.to(device), starts=self.starts.to(device), counts=self.counts.to(device))
+
+    def allowed(self, vocabulary: int) -> Tensor:
+        """[n, vocabulary] bool, of n positions in a row."""
+        rows = torch.arange(len(self.counts), device=self.ids.device).repeat_interleave(self.counts)
+        # A position's ids are starts + 0, 1, 2, …; in the list of all of them these count from its first entry.
+        first = self.starts - (self.counts.cumsum(0) - self.counts)
+        places = torch.arange(len(rows), device=self.ids.device) + first[rows]
+        allowed = (self.counts == 0)[:, None].repeat(1, vocabulary)
+        allowed[rows, self.ids[places].long()] = True
+        return allowed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """Trajectories as a rectangle. Fields are [batch, time] or [batch]; None means not computed.
 
@@ -228,11 +272,14 @@ class Batch:
     sequence. None: every row is a sequence of its own."""
     replayed: Tensor | None = None
     """[batch] bool: rows of earlier steps that are trained on again; None: all are fresh."""
+    supports: Supports | None = None
+    """[batch, time]: what could be drawn; None: the whole vocabulary everywhere."""
 
     def __post_init__(self) -> None:
         if self.ids.dim() != 2:
             raise ValueError(f"ids must be [batch, time], got shape {tuple(self.ids.shape)}")
-        for name, tensor in self.tensors():
+        cut = {} if self.supports is None else {"supports": self.supports.counts}
+        for name, tensor in (*self.tensors(), *cut.items()):
             expected = self.ids.shape[:1] if name in _PER_ROW else self.ids.shape
             if tensor.shape != expected:
                 raise ValueError(f"batch.{name} has shape {tuple(tensor.shape)}, expected {tuple(expected)} to fit ids")
@@ -241,23 +288,27 @@ class Batch:
         return self.ids.shape[0]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The fields that are computed, by name."""
+        """The fields that are computed, by name; `supports`, which is no tensor, is not among them."""
         for f in fields(self):
             value = getattr(self, f.name)
-            if value is not None:
+            if isinstance(value, Tensor):
                 yield f.name, value
 
     def rows(self, index: Tensor | slice) -> "Batch":
         """The chosen rows, in the given order."""
-        return replace(self, **{name: tensor[index] for name, tensor in self.tensors()})
+        supports = None if self.supports is None else self.supports[index]
+        return replace(self, supports=supports, **{name: tensor[index] for name, tensor in self.tensors()})
 
     def trimmed(self, time: int) -> "Batch":
         """The first `time` positions of every row."""
-        return replace(self, **{name: t if name in _PER_ROW else t[:, :time] for name, t in self.tensors()})
+        supports = None if self.supports is None else self.supports[:, :time]
+        held = {name: t if name in _PER_ROW else t[:, :time] for name, t in self.tensors()}
+        return replace(self, supports=supports, **held)
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
-        return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors()})
+        supports = None if self.supports is None else self.supports.to(device)
+        return replace(self, supports=supports, **{name: tensor.to(device) for name, tensor in self.tensors()})
 
 
 _PER_ROW = frozenset({"groups", "scores", "baselines", "policy_versions", "episodes", "replayed"})

@@ -113,6 +113,10 @@ text = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 small = st.integers(0, 2**31 - 1)
 
 
+def as_bytes(ids) -> bytes:
+    return np.array(sorted(ids), np.int32).tobytes()
+
+
 @st.composite
 def drawn_trajectories(draw) -> Trajectory:
     n = draw(st.integers(1, 6))
@@ -134,6 +138,7 @@ def drawn_trajectories(draw) -> Trajectory:
         finish=draw(st.sampled_from(Finish)),
         policy_version=draw(small),
         behaviour_prompt_ids=draw(st.none() | st.lists(small, max_size=3).map(tuple)),
+        supports=draw(st.none() | st.just(per_token(st.sets(small, max_size=3).map(as_bytes))).filter(any)),
     )
 
 
@@ -143,6 +148,7 @@ samplings = st.builds(
     top_k=st.none() | st.integers(1, 99),
     top_p=st.none() | st.floats(0.1, 1),
     min_p=st.none() | st.floats(0, 1),
+    logprobs=st.just("drawn"),
     max_new_tokens=st.integers(1, 999),
     stop_ids=st.none() | st.lists(small, max_size=2).map(tuple),
     stop_strings=st.lists(text, max_size=2).map(tuple),
@@ -239,7 +245,7 @@ def test_a_plain_reader_sees_lists_cut_to_length_and_null_for_nan(tmp_path):
     assert second["reward_failure"] == "no answer in the box"
     metadata = pq.read_schema(tmp_path / "rollouts.parquet").metadata
     assert metadata[b"rolecall.schema"] == b"rollouts"
-    assert metadata[b"rolecall.schema_version"] == b"3"
+    assert metadata[b"rolecall.schema_version"] == b"4"
     assert metadata[b"rolecall.model"] == b"m-1"
 
 
@@ -252,6 +258,47 @@ def test_the_same_step_makes_the_same_bytes(tmp_path):
 def test_a_file_read_back_is_of_the_schema_without_a_cast(tmp_path):
     write_two(tmp_path / "rollouts.parquet")
     assert pq.read_schema(tmp_path / "rollouts.parquet").types == ROLLOUTS.schema.types
+
+
+def test_a_file_says_what_could_be_drawn_only_where_the_vocabulary_was_cut(tmp_path):
+    """Without a cut it is, byte for byte, a file that earlier versions read."""
+    trajectories, batch, details = two()
+    whole = [replace(d, sampling=Sampling(stop_ids=(2,))) for d in details]
+    cut = (replace(trajectories[0], supports=(b"", as_bytes([3, 6]), as_bytes([2, 6, 9]))), trajectories[1])
+
+    def written(name, trajectories, details):
+        path = tmp_path / f"{name}.parquet"
+        write_rollouts(path, trajectories, batch, step=1, details=details, model="m", tokenizer="t")
+        return path, pq.read_schema(path)
+
+    path, schema = written("whole", trajectories, whole)
+    assert schema.metadata[b"rolecall.schema_version"] == b"3"
+    assert "supports" not in schema.names
+    assert "logprobs" not in [f.name for f in schema.field("sampling").type]
+    assert read_rollouts(path).details[0].sampling == whole[0].sampling
+
+    path, schema = written("cut", cut, details)
+    assert schema.metadata[b"rolecall.schema_version"] == b"4"
+    assert pq.read_table(path)["supports"].to_pylist() == [[[], [3, 6], [2, 6, 9]], None]
+    assert read_rollouts(path).trajectories[0].supports == cut[0].supports
+    assert read_rollouts(path).trajectories[1].supports is None
+
+    full = [replace(d, sampling=Sampling(top_k=5, logprobs="full")) for d in details]
+    path, _ = written("full", trajectories, full)
+    assert read_rollouts(path).details[0].sampling == full[0].sampling
+
+
+def test_a_file_from_before_supports_with_a_cut_vocabulary_has_log_probs_of_the_whole_of_it(tmp_path):
+    write_two(tmp_path / "new.parquet")
+    table = pq.read_table(tmp_path / "new.parquet").drop_columns(["supports"])
+    old = pa.struct([f for f in table.schema.field("sampling").type if f.name != "logprobs"])
+    table = table.set_column(table.schema.get_field_index("sampling"), "sampling", table["sampling"].cast(old))
+    pq.write_table(
+        table.replace_schema_metadata(table.schema.metadata | {b"rolecall.schema_version": b"3"}),
+        tmp_path / "old.parquet",
+    )
+    assert read_rollouts(tmp_path / "new.parquet").details[0].sampling.logprobs == "drawn"
+    assert read_rollouts(tmp_path / "old.parquet").details[0].sampling.logprobs == "full"
 
 
 def test_scores_in_float64_keep_their_type_and_every_bit(tmp_path):
@@ -329,7 +376,7 @@ def test_a_file_from_the_future_is_refused_with_both_versions(tmp_path):
     write_two(path)
     with_facts(path, schema_version="7", version="9.9.9")
     with pytest.raises(
-        StoreError, match=rf"version 7, written by rolecall 9\.9\.9; .*{rolecall.__version__}.*version 3"
+        StoreError, match=rf"version 7, written by rolecall 9\.9\.9; .*{rolecall.__version__}.*version 4"
     ):
         read_rollouts(path)
 

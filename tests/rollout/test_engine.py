@@ -143,13 +143,15 @@ def test_weights_that_do_not_fit_are_named():
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 5, "top_p": 0.9}])
-def test_a_cut_support_warns_and_names_the_settings(settings):
+def test_a_cut_support_that_is_not_recorded_warns_and_names_the_settings(settings):
     with pytest.warns(UserWarning, match=", ".join(f"{k}={v}" for k, v in settings.items())):
-        warn_if_support_is_cut(Sampling(**settings))
+        warn_if_support_is_cut(Sampling(**settings, logprobs="full"))
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_p": 1.0}, {"min_p": 0.0}])
-def test_a_whole_support_does_not_warn(settings):
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.7}, {"top_p": 1.0}, {"min_p": 0.0}, {"top_p": 0.9}, {"logprobs": "full"}]
+)
+def test_a_whole_support_or_one_that_is_recorded_does_not_warn(settings):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_if_support_is_cut(Sampling(**settings))

@@ -1,5 +1,7 @@
 """The sampler's random numbers, its distribution and its supports."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -91,9 +93,11 @@ def test_supports_are_exact(sampling, kept):
     u = torch.from_numpy(uniforms(np.arange(n).astype(np.uint64), np.zeros(n, dtype=np.int64)))
     drawn = draw(logits.expand(n, 5), sampling, u)
     assert set(drawn.tokens.tolist()) == kept
-    # Log-probs stay those of the full distribution.
-    torch.testing.assert_close(drawn.logprobs, PROBS[0].log()[drawn.tokens])
     renormalised = torch.zeros(5).index_fill(0, torch.tensor(sorted(kept)), 1) * PROBS[0]
+    torch.testing.assert_close(drawn.logprobs, (renormalised / renormalised.sum()).log()[drawn.tokens])
+    whole = draw(logits.expand(n, 5), dataclasses.replace(sampling, logprobs="full"), u)
+    assert torch.equal(whole.tokens, drawn.tokens)
+    torch.testing.assert_close(whole.logprobs, PROBS[0].log()[drawn.tokens])
     share = torch.bincount(drawn.tokens, minlength=5) / n
     torch.testing.assert_close(share, renormalised / renormalised.sum(), atol=0.03, rtol=0)
 

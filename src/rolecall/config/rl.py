@@ -1,7 +1,7 @@
 """Options of `rolecall rl`, and its presets."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from rolecall.config.agents import AgentOptions
@@ -304,7 +304,7 @@ class RLOptions(RunOptions):
             raise ValueError("remax compares with greedy answers of the same step, which stored answers lack: use rloo")
         if replay.decoupled and self.old_source == "detach":
             raise ValueError("replay.decoupled needs old log-probs: set algorithm.old_logprobs recompute")
-        if replay.weigh_fresh and self.old_source != "recompute":
+        if replay.weigh_fresh and self.algorithm.old_source != "recompute" and self.sampled_now:
             raise ValueError(
                 "replay.weigh_fresh needs the trainer's own log-probs: set algorithm.old_logprobs recompute"
             )
@@ -317,10 +317,29 @@ class RLOptions(RunOptions):
         return self.from_run is None
 
     @property
+    def precisions(self) -> tuple[str, str]:
+        """The dtypes that the engine and the trainer compute in."""
+        mixed = self.policy.mixed_precision == "bf16"
+        return self.engine.dtype or self.policy.dtype, "bfloat16" if mixed else self.policy.dtype
+
+    @property
+    def fresh_weights(self) -> ReplayOptions | None:
+        """How the answers of a step are weighed by how likely the trainer finds them against who sampled them; None:
+        not at all. Old log-probs that the user chose are left alone, so nothing is weighed without being asked then."""
+        replay = self.replay
+        if replay.weigh_fresh or not self.sampled_now:
+            return None if replay.weights == "none" else replay
+        engine, trainer = self.precisions
+        chosen = self.algorithm.old_logprobs not in ("auto", "recompute")
+        if engine == trainer or replay.weigh_fresh is False or chosen:
+            return None
+        return replace(replay, weights="truncate", weights_level="sequence", weights_low=0.0, weights_high=3.0)
+
+    @property
     def old_source(self) -> str:
         """Where old log-probs really come from."""
         if self.sampled_now:
-            return self.algorithm.old_source
+            return self.algorithm.old_source if self.fresh_weights is None else "recompute"
         return "behaviour" if self.replay.weights == "none" else "recompute"
 
 
@@ -348,6 +367,7 @@ def plan(options: RLOptions) -> str:
         )
     if o.name == "remax":
         lines.append(f"beside them {options.prompts} greedy answers, one per prompt, which are scored but not trained")
+    lines += [line] if (line := weights_line(options)) else []
     lines += _replay_plan(options)
     if o.epochs * o.minibatches > 1:
         lines.append("after the first optimiser step of a rollout the policy is ahead of the one that sampled")
@@ -359,6 +379,17 @@ def _reference(o: AlgorithmOptions) -> str:
         return "no"
     rising = f", rising over {o.kl_warmup} steps" if o.kl_warmup else ""
     return f"yes (KL {o.kl_estimator} in the {o.kl_in}, weight {o.kl_coef:g}{rising})"
+
+
+def weights_line(options: RLOptions) -> str | None:
+    """That answers are weighed because nobody said otherwise, and why; None if they are not."""
+    if options.fresh_weights is None or options.replay.weigh_fresh is not None or not options.sampled_now:
+        return None
+    engine, trainer = options.precisions
+    return (
+        f"the engine samples in {engine} and the trainer computes in {trainer}: answers are weighed by the ratio of the "
+        "two, at most 3 (replay.weigh_fresh false turns this off)"
+    )
 
 
 def _replay_plan(options: RLOptions) -> list[str]:

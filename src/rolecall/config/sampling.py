@@ -1,6 +1,7 @@
 """How to draw tokens: an option of every command that samples, and part of every request to an engine."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,6 +16,10 @@ class Sampling:
     """Draw from the smallest set of most likely tokens whose probability reaches p."""
     min_p: float | None = None
     """Draw only from tokens at least min_p times as likely as the most likely one."""
+    logprobs: Literal["drawn", "full"] = "drawn"
+    """What log-probs are of where top_k, top_p or min_p cut the vocabulary: `drawn` is the distribution the token was
+    drawn from, whose tokens are recorded so that training scores it too; `full` is the whole vocabulary, which biases
+    the gradient. Without a cut both are the same."""
     max_new_tokens: int = 256
     """The stop token counts."""
     stop_ids: tuple[int, ...] | None = None
@@ -38,8 +43,20 @@ class Sampling:
 
     @property
     def cuts_support(self) -> bool:
-        """True if some tokens can never be drawn, so that the behaviour policy is not the one that is trained."""
+        """True if some tokens can never be drawn."""
         return self.top_k is not None or (self.top_p is not None and self.top_p < 1) or bool(self.min_p)
+
+    @property
+    def records_support(self) -> bool:
+        """True if engines record which tokens could be drawn, and log-probs are of these. Greedy answers are scored
+        over the whole vocabulary."""
+        return self.cuts_support and self.logprobs == "drawn" and self.temperature > 0
+
+    @property
+    def cuts(self) -> str:
+        """The settings that cut the vocabulary, as `top_k=20, top_p=0.9`."""
+        given = {name: getattr(self, name) for name in ("top_k", "top_p", "min_p")}
+        return ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
 
     @property
     def scoring_temperature(self) -> float:

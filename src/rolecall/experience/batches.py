@@ -1,15 +1,17 @@
 """From trajectories to a rectangle, and what cuts it into micro-batches that fit."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rolecall.maths.roles import Role
+from rolecall.experience.supports import flat_supports
+from rolecall.maths.roles import Role, Verdict
 from rolecall.policy.packing import micro_batches as micro_batches
-from rolecall.types import Batch, Trajectory
+from rolecall.types import Batch, Supports, Trajectory
 
 
 def collate(trajectories: Sequence[Trajectory]) -> Batch:
@@ -32,6 +34,18 @@ def collate(trajectories: Sequence[Trajectory]) -> Batch:
         groups=torch.tensor([t.group for t in trajectories]),
         behaviour_logprobs=rectangle(unknown, np.float32, np.nan) if any(row is not None for row in sampled) else None,
         policy_versions=torch.tensor([t.policy_version for t in trajectories]),
+        supports=_supports(trajectories, rectangle),
+    )
+
+
+def _supports(trajectories: Sequence[Trajectory], rectangle: Callable[..., Tensor]) -> Supports | None:
+    if all(t.supports is None for t in trajectories):
+        return None
+    ids, counts = flat_supports([t.supports for t in trajectories], [len(t.ids) for t in trajectories])
+    return Supports(
+        ids=torch.from_numpy(ids.copy()),
+        starts=rectangle([counts.cumsum() - counts], np.int64, 0),
+        counts=rectangle([counts], np.int64, 0),
     )
 
 
@@ -52,3 +66,71 @@ def runs_in(batch: Batch, runs: Sequence[Sequence[int]]) -> Tensor:
         for offset in range(len(run)):
             found[:, offset : offset + places.shape[1]] |= places
     return found
+
+
+_FILL: dict[str, float] = {
+    "ids": 0,
+    "roles": int(Role.PAD),
+    "verdicts": int(Verdict.PADDING),
+    "rewards": 0,
+    "advantages": 0,
+    "weights": 1,
+    "replayed": False,
+}
+"""What stands where a batch has nothing: behind a row's end, or in a field that only the other batch has. Else NaN."""
+
+
+def join(fresh: Batch, replayed: Batch) -> Batch:
+    """Both batches as one, fresh rows first. Old log-probs are there only if the fresh ones have them."""
+    if fresh.old_logprobs is None:
+        replayed = replace(replayed, old_logprobs=None)
+    time = max(fresh.ids.shape[1], replayed.ids.shape[1])
+    first, second = dict(fresh.tensors()), dict(replayed.tensors())
+    names = [*first, *(name for name in second if name not in first)]
+    return Batch(
+        supports=_both_supports(fresh, replayed, time),
+        **{
+            name: torch.cat(
+                [
+                    _filled(name, first.get(name), len(fresh), time, like=second.get(name)),
+                    _filled(name, second.get(name), len(replayed), time, like=first.get(name)),
+                ]
+            )
+            for name in names
+        },
+    )
+
+
+def _both_supports(fresh: Batch, replayed: Batch, time: int) -> Supports | None:
+    """What could be drawn at the positions of both, the ids of one behind those of the other."""
+    if fresh.supports is None and replayed.supports is None:
+        return None
+    none = torch.zeros(0, dtype=torch.int32)
+    first, second = (
+        b.supports or Supports(ids=none, starts=torch.zeros_like(b.ids), counts=torch.zeros_like(b.ids))
+        for b in (fresh, replayed)
+    )
+
+    def both(x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat([torch.nn.functional.pad(part, (0, time - part.shape[1])) for part in (x, y)])
+
+    return Supports(
+        ids=torch.cat([first.ids, second.ids]),
+        starts=both(first.starts, second.starts + len(first.ids)),
+        counts=both(first.counts, second.counts),
+    )
+
+
+def _filled(name: str, tensor: Tensor | None, rows: int, time: int, *, like: Tensor | None) -> Tensor:
+    """A field of `rows` rows, as wide as `time`; where there is nothing, what `_FILL` says."""
+    fill = _FILL.get(name, torch.nan)
+    if tensor is None and name == "episodes":
+        return torch.arange(-1, -1 - rows, -1)  # none of them is cut: each row is an episode of its own
+    if tensor is None:
+        assert like is not None
+        if like.dim() == 1 and name not in _FILL and not like.is_floating_point():
+            return -1 - torch.arange(rows)  # names: each row has one of its own
+        return torch.full((rows, time)[: like.dim()], fill, dtype=like.dtype)
+    if tensor.dim() == 1:
+        return tensor
+    return torch.nn.functional.pad(tensor, (0, time - tensor.shape[1]), value=fill)

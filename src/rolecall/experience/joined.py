@@ -93,7 +93,7 @@ class Joined:
         if self.plain:
             return batch
         fields = {n: self.first(x) if x.dim() == 1 else self.join(x) for n, x in batch.tensors()}
-        return replace(batch, **{**fields, "groups": self.groups, "episodes": None})  # type: ignore[arg-type]
+        return replace(batch, **{**fields, "groups": self.groups, "episodes": None, "supports": None})  # type: ignore[arg-type]
 
 
 def _number(t: Trajectory) -> int:

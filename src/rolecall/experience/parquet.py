@@ -47,7 +47,8 @@ def list_of(value_type: pa.DataType, *, null_positions: bool = False) -> pa.Data
 FLOATS = list_of(pa.float32(), null_positions=True)
 CODES = list_of(pa.uint8())
 IDS = list_of(pa.int32())
-"""Lists of numbers that may be missing at a position, of roles or verdicts, and of token ids."""
+NESTED_IDS = list_of(IDS)
+"""Lists of numbers that may be missing at a position, of roles or verdicts, of token ids, and of such lists."""
 
 
 def table_of(columns: Mapping[str, Any], schema: pa.Schema) -> pa.Table:
@@ -171,10 +172,9 @@ class Ragged:
     def column(self, kind: pa.DataType) -> pa.Array:
         """As a list column; NaN becomes null if the type allows null positions."""
         nulls = np.isnan(self.values) if kind.value_field.nullable else None
-        offsets = pa.array(np.concatenate([[0], np.cumsum(self.lengths)]), pa.int32())
         absent = None if self.present.all() else pa.array(~self.present)
         return pa.ListArray.from_arrays(
-            offsets, pa.array(self.values, kind.value_type, mask=nulls), type=kind, mask=absent
+            _offsets(self.lengths), pa.array(self.values, kind.value_type, mask=nulls), type=kind, mask=absent
         )
 
     def tuples(self) -> list[tuple | None]:
@@ -191,6 +191,26 @@ class Ragged:
         out = np.full((len(self.lengths), time), fill, self.values.dtype)
         out[_inside(self.lengths, time)] = self.values
         return out
+
+
+def nested(ids: NDArray, counts: NDArray, lengths: NDArray, present: NDArray) -> pa.Array:
+    """A column of `NESTED_IDS`: rows of `lengths` positions, positions of `counts` ids; null where not `present`."""
+    inner = pa.ListArray.from_arrays(_offsets(counts[np.repeat(present, lengths)]), pa.array(ids, pa.int32()), type=IDS)
+    offsets = _offsets(np.where(present, lengths, 0))
+    return pa.ListArray.from_arrays(offsets, inner, type=NESTED_IDS, mask=pa.array(~present))
+
+
+def flattened(column: pa.ChunkedArray, lengths: NDArray) -> tuple[NDArray, NDArray]:
+    """(ids, counts) of a column of `NESTED_IDS`; a row that is null has no ids."""
+    lists = column.combine_chunks()
+    present = lists.is_valid().to_numpy(zero_copy_only=False)
+    counts, inner = np.zeros(int(lengths.sum()), np.int64), lists.flatten()
+    counts[np.repeat(present, lengths)] = pc.list_value_length(inner).to_numpy()
+    return inner.flatten().to_numpy(), counts
+
+
+def _offsets(lengths: NDArray) -> pa.Array:
+    return pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
 
 
 def first_table() -> None:

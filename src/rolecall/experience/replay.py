@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from rolecall.experience.samplers import SAMPLERS, Known, answers_of, by_version_and_uses
+from rolecall.experience.supports import flat_supports, split_supports
 from rolecall.maths.roles import Role
 from rolecall.types import Finish, Trajectory
 
@@ -197,7 +198,7 @@ def _sureness(trajectories: Sequence[Trajectory]) -> float:
 
 _TOKENS = {"ids": torch.int64, "roles": torch.uint8, "behaviour_logprobs": torch.float32}
 """Per-token fields, as tensors; log-probs are float32 in batches and files too."""
-_PLAIN = tuple(f.name for f in fields(Trajectory) if f.name not in (*_TOKENS, "finish", "scores"))
+_PLAIN = tuple(f.name for f in fields(Trajectory) if f.name not in (*_TOKENS, "finish", "scores", "supports"))
 _OF_GROUP = ("step", "places", "row", "totals", "uses")
 
 
@@ -217,6 +218,7 @@ def _packed(groups: Sequence[StoredGroup]) -> dict[str, Any]:
     return {
         "groups": [{name: getattr(group, name) for name in _OF_GROUP} for group in groups],
         "trajectories": rows,
+        **_packed_supports(trajectories),
         **{
             name: torch.tensor(
                 [entry for t in trajectories for entry in getattr(t, name) or (nan,) * len(t.ids)], dtype=dtype
@@ -226,15 +228,26 @@ def _packed(groups: Sequence[StoredGroup]) -> dict[str, Any]:
     }
 
 
+def _packed_supports(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+    """Nothing if no vocabulary was cut."""
+    if all(t.supports is None for t in trajectories):
+        return {}
+    ids, counts = flat_supports([t.supports for t in trajectories], [len(t.ids) for t in trajectories])
+    return {"supports": torch.from_numpy(ids.copy()), "support_counts": torch.from_numpy(counts)}
+
+
 def _unpacked(state: Mapping[str, Any]) -> list[StoredGroup]:
     lengths = [row["length"] for row in state["trajectories"]]
     tokens = {name: [tuple(part.tolist()) for part in state[name].split(lengths)] for name in _TOKENS if lengths}
+    supports: list[tuple[bytes, ...] | None] = [None] * len(lengths)
+    if "supports" in state:
+        supports = split_supports(state["supports"].numpy(), state["support_counts"].numpy(), lengths)
     trajectories = []
     for i, row in enumerate(state["trajectories"]):
         own: dict[str, Any] = {
             name: held[i] for name, held in tokens.items() if name != "behaviour_logprobs" or row["sampled"]
         }
-        plain = {name: row[name] for name in _PLAIN}
+        plain = {name: row[name] for name in _PLAIN} | {"supports": supports[i]}
         trajectories.append(Trajectory(**plain, **own, scores=row["scores"], finish=Finish(row["finish"])))
     groups, start = [], 0
     for group in state["groups"]:

@@ -6,7 +6,7 @@ In memory NaN means "not computed at this position"; on disk that is null. docs/
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -22,107 +22,24 @@ from rolecall.experience.parquet import (
     CODES,
     FLOATS,
     IDS,
-    Format,
     Ragged,
     StoreError,
     as_numpy,
-    list_of,
+    flattened,
+    nested,
     read_table,
     row_by_row,
     table_of,
     write_table,
 )
+from rolecall.experience.rollout_schema import COMPUTED, PIECES, UNCUT
+from rolecall.experience.rollout_schema import ROLLOUTS as ROLLOUTS
+from rolecall.experience.supports import flat_supports, split_supports
 from rolecall.maths.roles import Role, Verdict
 from rolecall.types import Batch, Finish, Sampling, Trajectory
 
-_TURNS = list_of(
-    pa.struct([pa.field("start", pa.int32(), nullable=False), pa.field("end", pa.int32(), nullable=False)])
-)
-_AUTHORS = list_of(
-    pa.struct(
-        [
-            pa.field("start", pa.int32(), nullable=False),
-            pa.field("end", pa.int32(), nullable=False),
-            pa.field("author", pa.string(), nullable=False),
-        ]
-    )
-)
-_PIECES = list_of(pa.binary())
-_MESSAGES = list_of(
-    pa.struct(
-        [
-            pa.field("role", pa.string(), nullable=False),
-            pa.field("content", pa.string(), nullable=False),
-            pa.field("name", pa.string()),
-            pa.field("author", pa.string()),
-        ]
-    )
-)
-_PARTS = list_of(pa.struct([pa.field("part", pa.string(), nullable=False), pa.field("score", pa.float64())]))
-_SAMPLING = pa.struct(
-    [
-        pa.field("temperature", pa.float64(), nullable=False),
-        pa.field("top_k", pa.int64()),
-        pa.field("top_p", pa.float64()),
-        pa.field("min_p", pa.float64()),
-        pa.field("max_new_tokens", pa.int64(), nullable=False),
-        pa.field("stop_ids", IDS),
-        pa.field("stop_strings", list_of(pa.string()), nullable=False),
-    ]
-)
 _TOKENS = {"ids": np.int32, "roles": np.uint8, "behaviour_logprobs": np.float32}
 """The fields of a trajectory that hold one entry per token, and the columns of the same names."""
-_COMPUTED = ("old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns", "weights")
-"""The fields of a batch that are computed per position, and the columns of the same names."""
-
-
-def _from_version_1(table: pa.Table) -> pa.Table:
-    """Version 1 has no total, only the score that clipping and penalties have gone into; parts of it are a map."""
-    table = table.append_column(pa.field("total", pa.float64()), table["score"].cast(pa.float64()))
-    maps = table["scores"].combine_chunks()
-    pairs = pa.StructArray.from_arrays([maps.keys, maps.items], fields=list(_PARTS.value_type))
-    lists = pa.ListArray.from_arrays(maps.offsets, pairs, type=_PARTS)
-    return table.set_column(table.schema.get_field_index("scores"), pa.field("scores", _PARTS), lists)
-
-
-ROLLOUTS = Format(
-    name="rollouts",
-    version=3,
-    upgrades={1: _from_version_1},
-    schema=pa.schema(
-        [
-            pa.field("step", pa.int64(), nullable=False),
-            pa.field("group", pa.int64(), nullable=False),
-            pa.field("episode", pa.int64(), nullable=False),
-            pa.field("agent", pa.string(), nullable=False),
-            pa.field("author", pa.string(), nullable=False),
-            pa.field("prompt", pa.int64()),
-            pa.field("sample", pa.int64()),
-            pa.field("prompt_text", pa.string(), nullable=False),
-            pa.field("answer_text", pa.string(), nullable=False),
-            pa.field("messages", _MESSAGES),
-            pa.field("total", pa.float64()),
-            pa.field("score", pa.float64()),
-            pa.field("baseline", pa.float64()),
-            pa.field("scores", _PARTS, nullable=False),
-            pa.field("reward_failure", pa.string()),
-            pa.field("finish", pa.string(), nullable=False),
-            pa.field("policy_version", pa.int64(), nullable=False),
-            pa.field("seed", pa.int64()),
-            pa.field("sampling", _SAMPLING),
-            pa.field("turns", _TURNS, nullable=False),
-            pa.field("authors", _AUTHORS),
-            pa.field("ids", IDS, nullable=False),
-            pa.field("pieces", _PIECES),
-            pa.field("roles", CODES, nullable=False),
-            pa.field("verdicts", CODES),
-            pa.field("behaviour_logprobs", FLOATS),
-            *(pa.field(name, FLOATS) for name in _COMPUTED),
-            pa.field("behaviour_prompt_ids", IDS),
-            pa.field("extras", pa.string(), nullable=False),
-        ]
-    ),
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,17 +136,22 @@ def rollouts_file(
                 f"row {row} has {len(held.pieces)} pieces but {len(trajectory.ids)} ids; give one for each"
             )
     _check_same(trajectories, batch, tokens)
-    columns = _from_trajectories(trajectories) | _from_details(details)
+    cut = any(t.supports is not None for t in trajectories) or any(
+        d.sampling and d.sampling.cuts_support for d in details
+    )
+    form = ROLLOUTS if cut else UNCUT
+    columns = _from_trajectories(trajectories) | _from_details(details, form.schema.field("sampling").type)
+    columns["supports"] = _nested(trajectories, lengths) if cut else None
     columns |= {name: rows.column(ROLLOUTS.schema.field(name).type) for name, rows in tokens.items()}
     columns["step"] = [step] * len(trajectories)
     columns["score"] = _nullable(batch.scores, len(batch))
     columns["baseline"] = _nullable(batch.baselines, len(batch))
     columns["verdicts"] = _cut(batch.verdicts, lengths, torch.uint8).column(CODES)
-    for name in _COMPUTED:
+    for name in COMPUTED:
         columns[name] = _cut(getattr(batch, name), lengths, torch.float32).column(FLOATS)
     scored = {} if batch.scores is None else {"score_dtype": str(batch.scores.dtype).removeprefix("torch.")}
     facts = {"model": model, "tokenizer": tokenizer, **scored}
-    return partial(write_table, path, table_of(columns, ROLLOUTS.schema), ROLLOUTS, facts)
+    return partial(write_table, path, table_of(columns, form.schema), form, facts)
 
 
 def read_rollouts(path: Path) -> Rollouts:
@@ -237,9 +159,9 @@ def read_rollouts(path: Path) -> Rollouts:
     table, facts = read_table(path, ROLLOUTS)
     if not len(table):
         raise StoreError(f"{path} holds no trajectories; remove it")
-    ragged = {name: Ragged.read(table[name]) for name in (*_TOKENS, "verdicts", *_COMPUTED)}
+    ragged = {name: Ragged.read(table[name]) for name in (*_TOKENS, "verdicts", *COMPUTED)}
     lengths = ragged["ids"].lengths
-    for name, rows in ragged.items():
+    for name, rows in (ragged | {"supports": Ragged.read(table["supports"])}).items():
         if ((rows.lengths != lengths) & rows.present).any():
             raise StoreError(f"column {name!r} of {path} is not as long as the ids; bring back a copy of the file")
     time = int(lengths.max())
@@ -258,6 +180,7 @@ def read_rollouts(path: Path) -> Rollouts:
         ids=tensors.pop("ids").long(),
         groups=torch.from_numpy(table["group"].to_numpy().copy()),
         policy_versions=torch.from_numpy(table["policy_version"].to_numpy().copy()),
+        supports=None,  # of trajectories: `collate` makes them a rectangle
         **tensors,
     )
     return Rollouts(
@@ -285,6 +208,12 @@ def _from_trajectories(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     return columns
 
 
+def _nested(trajectories: Sequence[Trajectory], lengths: NDArray) -> pa.Array:
+    given = [t.supports for t in trajectories]
+    present = np.array([supports is not None for supports in given])
+    return nested(*flat_supports(given, lengths.tolist()), lengths, present)
+
+
 def _to_trajectories(table: pa.Table, ragged: Mapping[str, Ragged]) -> tuple[Trajectory, ...]:
     names = ("group", "episode", "agent", "author", "policy_version")
     columns = {name: table[name].to_pylist() for name in names}
@@ -292,6 +221,8 @@ def _to_trajectories(table: pa.Table, ragged: Mapping[str, Ragged]) -> tuple[Tra
     for name in _TOKENS:
         columns[name] = ragged[name].tuples()
     columns["behaviour_prompt_ids"] = Ragged.read(table["behaviour_prompt_ids"]).tuples()
+    lengths = ragged["ids"].lengths
+    columns["supports"] = split_supports(*flattened(table["supports"], lengths), lengths.tolist())
     columns["turns"] = [tuple((turn["start"], turn["end"]) for turn in turns) for turns in table["turns"].to_pylist()]
     columns["authors"] = [
         None if runs is None else tuple((run["start"], run["end"], run["author"]) for run in runs)
@@ -301,7 +232,7 @@ def _to_trajectories(table: pa.Table, ragged: Mapping[str, Ragged]) -> tuple[Tra
     return tuple(Trajectory(**row) for row in row_by_row(columns))
 
 
-def _from_details(details: Sequence[RolloutDetails]) -> dict[str, Any]:
+def _from_details(details: Sequence[RolloutDetails], sampling: pa.DataType) -> dict[str, Any]:
     columns: dict[str, Any] = {
         name: [getattr(d, name) for d in details] for name in ("prompt", "sample", "seed", "total")
     }
@@ -312,7 +243,7 @@ def _from_details(details: Sequence[RolloutDetails]) -> dict[str, Any]:
     ]
     for name in ("prompt_text", "answer_text", "reward_failure"):
         columns[name] = [_storable(getattr(d, name)) for d in details]
-    columns["sampling"] = _samplings(details)
+    columns["sampling"] = _samplings(details, sampling)
     columns["extras"] = [_json(d.extras, row) for row, d in enumerate(details)]
     return columns
 
@@ -322,14 +253,14 @@ def _pieces(details: Sequence[RolloutDetails]) -> pa.Array:
     offsets = np.cumsum([0, *(len(pieces or ()) for pieces in given)])
     flat = pa.array(list(chain.from_iterable(pieces for pieces in given if pieces is not None)), pa.binary())
     absent = pa.array([pieces is None for pieces in given])
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), flat, type=_PIECES, mask=absent)
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), flat, type=PIECES, mask=absent)
 
 
-def _samplings(details: Sequence[RolloutDetails]) -> pa.Array:
+def _samplings(details: Sequence[RolloutDetails], kind: pa.DataType) -> pa.Array:
     """As a rule all rows share one object, which is spelt out once."""
     settings = {id(d.sampling): d.sampling for d in details}
     places = {key: place for place, key in enumerate(settings)}
-    made = pa.array([None if sampling is None else asdict(sampling) for sampling in settings.values()], _SAMPLING)
+    made = pa.array([None if sampling is None else asdict(sampling) for sampling in settings.values()], kind)
     return made.take(pa.array([places[id(d.sampling)] for d in details]))
 
 
@@ -350,7 +281,9 @@ def _to_sampling(settings: Mapping[str, Any] | None) -> Sampling | None:
     if settings is None:
         return None
     lists = {name: None if settings[name] is None else tuple(settings[name]) for name in ("stop_ids", "stop_strings")}
-    return Sampling(**{**settings, **lists})
+    sampling = Sampling(**{**settings, **lists, "logprobs": settings["logprobs"] or "drawn"})
+    # Before version 4 log-probs were of the whole vocabulary.
+    return replace(sampling, logprobs="full") if sampling.cuts_support and not settings["logprobs"] else sampling
 
 
 def _storable(text: str | None) -> str | None:

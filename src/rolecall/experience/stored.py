@@ -5,9 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from rolecall.experience.parquet import StoreError
 from rolecall.experience.store import Rollouts, read_rollouts
 from rolecall.maths.roles import Role
+from rolecall.types import Trajectory
 
 _FILE = re.compile(r"step-([0-9]{6,})\.parquet")
 
@@ -26,6 +29,8 @@ class StoreFacts:
     """Of these, how many have no finite log-prob."""
     unscored: int
     """Trajectories without a score."""
+    unrecorded: int
+    """Trajectories that were drawn from a part of the vocabulary, without a record of which."""
     models: tuple[str, ...]
     """Fingerprints of the weights that sampled, in order, each once."""
 
@@ -60,7 +65,7 @@ class RolloutStore:
 
     def check(self, *, tokenizer: str, vocabulary: int, temperature: float, context: int) -> StoreFacts:
         """Read everything once and refuse what cannot be trained on, before anything else is done."""
-        answers = tokens = unknown = unscored = 0
+        answers = tokens = unknown = unscored = unrecorded = 0
         models: dict[str, None] = {}
         for path, rollouts in zip(self.files, self, strict=True):
             if rollouts.tokenizer != tokenizer:
@@ -84,6 +89,11 @@ class RolloutStore:
                         f"{where} was sampled at temperature {sampled.scoring_temperature:g}, but log-probs would be "
                         f"computed at {temperature:g}; set sampling.temperature {sampled.scoring_temperature:g}"
                     )
+                unrecorded += trajectory.supports is None and sampled is not None and sampled.cuts_support
+                if _outside(trajectory, vocabulary):
+                    raise StoreError(
+                        f"{where}: a token is not among those it could be drawn from; bring back a copy of the file"
+                    )
             chosen = (rollouts.batch.roles == Role.CONTENT) | (rollouts.batch.roles == Role.STOP)
             held = rollouts.batch.behaviour_logprobs
             tokens += int(chosen.sum())
@@ -104,5 +114,15 @@ class RolloutStore:
             tokens=tokens,
             unknown=unknown,
             unscored=unscored,
+            unrecorded=unrecorded,
             models=tuple(models),
         )
+
+
+def _outside(trajectory: Trajectory, vocabulary: int) -> bool:
+    """True if a token's support does not hold it, or holds what the vocabulary does not."""
+    for token, support in zip(trajectory.ids, trajectory.supports or (), strict=False):
+        ids = np.frombuffer(support, np.int32)
+        if len(ids) and (token not in ids or not 0 <= ids.min() <= ids.max() < vocabulary):
+            return True
+    return False

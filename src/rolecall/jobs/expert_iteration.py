@@ -28,7 +28,6 @@ from rolecall.policy.model import PolicyModel
 from rolecall.recipes.ask import Asker
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.expert_iteration import ExpertIterationLearner
-from rolecall.rollout.engine import warn_if_support_is_cut
 from rolecall.train.callbacks import Given
 from rolecall.train.progress import Progress
 from rolecall.train.rundir import RunDir
@@ -97,7 +96,6 @@ def _build(
     module = PolicyModel(policy.model)
     updater = prepared(module, options.optim, accelerator, timer)
     engine = sampler(policy, options)
-    warn_if_support_is_cut(options.sampling)
     asker = Asker(
         policy=policy,
         engine=engine,

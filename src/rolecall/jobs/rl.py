@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
-from rolecall.config.rl import RLOptions
+from rolecall.config.rl import RLOptions, weights_line
 from rolecall.errors import UserError
 from rolecall.experience.parquet import StoreError
 from rolecall.experience.stored import RolloutStore
@@ -182,6 +182,8 @@ def _build(
         options, policy=policy, updater=updater, engine=engine, engine_dtype=_dtype(options) or policy.model.dtype
     )
     warn_if_support_is_cut(options.sampling)
+    if line := weights_line(options):
+        _log.info(line)
     arena = None
     if envs is not None:
         arena = open_arena(
@@ -267,6 +269,12 @@ def _stored_answers(options: RLOptions, policy: LoadedModel, engine: Engine, acc
     if engine.hash() not in facts.models:
         _log.warning(
             "none of the rollouts was sampled by the weights that training starts from: every ratio is to another policy"
+        )
+    if facts.unrecorded:
+        _log.warning(
+            "%d of %d answers were drawn from a part of the vocabulary that was not recorded: they are scored over the "
+            "whole of it, which biases the gradient",
+            *(facts.unrecorded, facts.answers),
         )
     if facts.unknown:
         _log.warning(

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from rolecall.policy.compiled import library, pointer, wanted
 from rolecall.policy.packing import rounded_up
+from rolecall.types import Supports
 
 _SOURCE = Path(__file__).with_name("head.c")
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_NEVER = -1e15
+"""The logit of a token that could not be drawn: its probability is exactly 0, and 0 times it is 0, not NaN."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,15 +81,17 @@ class HeadPass:
         with torch.autocast(hidden.device.type, enabled=False):
             return torch.nn.functional.linear(self.rows(hidden), self.weight, self._bias)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, kept: Supports | None = None) -> Tensor:
         """Tempered logits of a chunk, in fp32 (fp64 stays)."""
-        return self.head.tempered(self.raw(hidden)[: len(hidden)])
+        return self._within(kept, self.head.tempered(self.raw(hidden)[: len(hidden)]))
 
-    def score(self, raw: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(log-prob of the targets, entropy, logsumexp) of a chunk of raw logits."""
+    def score(self, raw: Tensor, targets: Tensor, kept: Supports | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """(log-prob of the targets, entropy, logsumexp) of a chunk of raw logits, among the `kept` ids; may overwrite
+        the others' logits."""
         raw = raw[: len(targets)]
         if self._kernels is None:
-            return _score(self.head.tempered(raw), targets)
+            return _score(self._within(kept, self.head.tempered(raw)), targets)
+        self._within(kept, raw)
         logprobs, entropy, lse = (torch.empty(len(raw)) for _ in range(3))
         self._call("score", raw, (targets.contiguous(), logprobs, entropy, lse))
         return logprobs, entropy, lse
@@ -99,18 +104,24 @@ class HeadPass:
         entropy: Tensor,
         grad_logprobs: Tensor | None,
         grad_entropy: Tensor | None,
+        kept: Supports | None = None,
     ) -> Tensor:
-        """The gradient of the raw logits in the working dtype; may overwrite them."""
+        """The gradient of the raw logits in the working dtype; may overwrite them. It is 0 at ids that are not `kept`."""
         whole, raw = raw, raw[: len(targets)]
         if self._kernels is None:
-            logits = self.head.tempered(raw)
+            logits = self._within(kept, self.head.tempered(raw))
             grad = _logit_gradient(logits, targets, lse, entropy, grad_logprobs, grad_entropy)
             return self.head.raw_gradient(grad, logits).to(self.dtype)
+        self._within(kept, raw)
         none = torch.zeros(len(raw))
         parts = [none if g is None else g.float().contiguous() for g in (grad_logprobs, grad_entropy)]
         self._call("gradient", raw, (targets.contiguous(), lse.contiguous(), entropy.contiguous(), *parts))
         whole[len(raw) :] = 0
         return whole
+
+    def _within(self, kept: Supports | None, logits: Tensor) -> Tensor:
+        """The logits, in place, with those at `_NEVER` that could not be drawn."""
+        return logits if kept is None else logits.masked_fill_(~kept.allowed(logits.shape[1]), _NEVER)
 
     def _call(self, name: str, raw: Tensor, tensors: tuple[Tensor, ...]) -> None:
         function = getattr(self._kernels, f"{name}_{_NAMES[raw.dtype]}")

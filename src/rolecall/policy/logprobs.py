@@ -6,6 +6,9 @@ t - 1), `targets` [n] is token t.
 
     z = soft_cap(logit_scale (W h + b)) / temperature        logprob = z[target] - logsumexp(z)
 
+Where sampling cut the vocabulary (`kept`), all of them are of the distribution over the tokens that could be drawn:
+logsumexp runs over these, and no other token gets a gradient.
+
 `token_logprobs` recomputes a chunk's logits in the backward pass (four products with the head in all); `fused_loss`
 computes the head's gradient in the forward pass, where the loss of a chunk is known as soon as its log-probs are (three).
 """
@@ -20,6 +23,7 @@ from torch.autograd import Function
 
 from rolecall.config.plan import CHUNK_LOGITS
 from rolecall.policy.head_ops import Head, HeadPass
+from rolecall.types import Supports
 
 _WORDS = 8192
 """Rows of a head's gradient that are computed together where it is summed in another dtype."""
@@ -46,23 +50,33 @@ def token_logprobs(
     bias: Float[Tensor, "vocab"] | None = None,
     logit_scale: float = 1.0,
     soft_cap: float | None = None,
+    kept: Supports | None = None,
 ) -> TokenScores:
     """Log-prob of each target and entropy of its distribution, at the sampling temperature (0 scores at 1).
 
     Gradients reach `hidden`, `head_weight` and `bias`. `chunk` is the number of positions whose logits exist at a time.
+    `kept` [n] are the tokens that could be drawn; None is the whole vocabulary.
     """
     _check(hidden, head_weight, targets)
     head = Head(weight=head_weight, bias=bias, temperature=temperature, logit_scale=logit_scale, soft_cap=soft_cap)
     return TokenScores(
-        *_TokenLogprobs.apply(hidden, head_weight, bias, targets, head, chunk or _chunk_for(head_weight))
+        *_TokenLogprobs.apply(hidden, head_weight, bias, targets, head, chunk or _chunk_for(head_weight), kept)
     )
 
 
 def exact_token_kl(
-    hidden: Hidden, head: Head, ref_hidden: Float[Tensor, "n ref_width"], ref_head: Head, *, chunk: int | None = None
+    hidden: Hidden,
+    head: Head,
+    ref_hidden: Float[Tensor, "n ref_width"],
+    ref_head: Head,
+    *,
+    chunk: int | None = None,
+    kept: Supports | None = None,
 ) -> PerToken:
-    """KL(pi || ref) over the whole vocabulary at each position; gradients reach the policy, not the reference."""
-    return _ExactKL.apply(hidden, head.weight, head.bias, ref_hidden, head, ref_head, chunk or _chunk_for(head.weight))
+    """KL(pi || ref) over the whole vocabulary at each position, or over the `kept` tokens of both; gradients reach the
+    policy, not the reference."""
+    size = chunk or _chunk_for(head.weight)
+    return _ExactKL.apply(hidden, head.weight, head.bias, ref_hidden, head, ref_head, size, kept)
 
 
 ChunkLoss = Callable[[Tensor, Tensor, Tensor | None, int, int], Tensor]
@@ -86,6 +100,7 @@ def fused_loss(
     row_ends: Sequence[int],
     values: Float[Tensor, "n *channels"] | None = None,
     chunk: int | None = None,
+    kept: Supports | None = None,
 ) -> FusedLoss:
     """The sum of a loss over chunks of whole rows, with the head's gradient computed on the way.
 
@@ -95,21 +110,29 @@ def fused_loss(
     """
     _check(hidden, head.weight, targets)
     spans = _spans(row_ends, chunk or _chunk_for(head.weight))
-    return FusedLoss(*_FusedLoss.apply(hidden, head.weight, head.bias, values, targets, head, loss, spans))
+    return FusedLoss(*_FusedLoss.apply(hidden, head.weight, head.bias, values, targets, head, loss, spans, kept))
 
 
 class _TokenLogprobs(Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        head: Head,
+        chunk: int,
+        kept: Supports | None,
     ) -> Any:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logprobs, entropy = (torch.empty(len(targets), dtype=dtype, device=hidden.device) for _ in range(2))
         lse, over = torch.empty_like(entropy), HeadPass(head)
         for part in _chunks(len(targets), chunk):
-            logprobs[part], entropy[part], lse[part] = over.score(over.raw(hidden[part]), targets[part])
+            found = over.score(over.raw(hidden[part]), targets[part], kept and kept[part])
+            logprobs[part], entropy[part], lse[part] = found
         ctx.save_for_backward(hidden, targets, entropy, lse)
-        ctx.head, ctx.chunk = head, chunk
+        ctx.head, ctx.chunk, ctx.kept = head, chunk, kept
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -127,9 +150,10 @@ class _TokenLogprobs(Function):
                 entropy[part],
                 None if grad_logprobs is None else grad_logprobs[part],
                 None if grad_entropy is None else grad_entropy[part],
+                ctx.kept and ctx.kept[part],
             )
             grads.add(part, grad)
-        return grads.hidden, grads.weight, grads.bias, None, None, None
+        return grads.hidden, grads.weight, grads.bias, None, None, None, None
 
 
 class _FusedLoss(Function):
@@ -144,6 +168,7 @@ class _FusedLoss(Function):
         head: Head,
         loss: ChunkLoss,
         spans: list[slice],
+        kept: Supports | None,
     ) -> Any:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logprobs, entropy = (torch.empty(len(targets), dtype=dtype, device=hidden.device) for _ in range(2))
@@ -152,8 +177,8 @@ class _FusedLoss(Function):
         value_grad = None if values is None else torch.zeros_like(values)
         total = torch.zeros((), dtype=dtype, device=hidden.device)
         for part in spans:
-            logits = over.raw(hidden[part])
-            logprobs[part], entropy[part], lse = over.score(logits, targets[part])
+            logits, within = over.raw(hidden[part]), kept and kept[part]
+            logprobs[part], entropy[part], lse = over.score(logits, targets[part], within)
             leaves = [x[part].detach().clone().requires_grad_() for x in (logprobs, entropy, values) if x is not None]
             with torch.enable_grad():
                 part_loss = loss(leaves[0], leaves[1], leaves[2] if len(leaves) == 3 else None, part.start, part.stop)
@@ -164,7 +189,9 @@ class _FusedLoss(Function):
             if value_grad is not None and by_leaf[2] is not None:
                 value_grad[part] = by_leaf[2]
             if by_leaf[0] is not None or by_leaf[1] is not None:
-                grads.add(part, over.gradient(logits, targets[part], lse, entropy[part], by_leaf[0], by_leaf[1]))
+                grads.add(
+                    part, over.gradient(logits, targets[part], lse, entropy[part], by_leaf[0], by_leaf[1], within)
+                )
         ctx.save_for_backward(grads.hidden, grads.weight, grads.bias, value_grad)
         ctx.mark_non_differentiable(logprobs, entropy)
         return total, logprobs, entropy
@@ -172,7 +199,7 @@ class _FusedLoss(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
         return *(None if g is None else (g if bool(grad == 1) else g * grad.to(g.dtype)) for g in ctx.saved_tensors), *(
-            [None] * 4
+            [None] * 5
         )
 
 
@@ -187,16 +214,18 @@ class _ExactKL(Function):
         head: Head,
         ref_head: Head,
         chunk: int,
+        kept: Supports | None,
     ) -> Tensor:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         kl = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
         over, ref = HeadPass(head), HeadPass(ref_head)
         for part in _chunks(len(hidden), chunk):
-            logprobs = over.logits(hidden[part]).log_softmax(-1)
-            gap = logprobs - ref.logits(ref_hidden[part]).log_softmax(-1)
+            within = kept and kept[part]
+            logprobs = over.logits(hidden[part], within).log_softmax(-1)
+            gap = logprobs - ref.logits(ref_hidden[part], within).log_softmax(-1)
             kl[part] = (logprobs.exp() * gap).sum(-1)
         ctx.save_for_backward(hidden, ref_hidden, kl)
-        ctx.head, ctx.ref_head, ctx.chunk = head, ref_head, chunk
+        ctx.head, ctx.ref_head, ctx.chunk, ctx.kept = head, ref_head, chunk, kept
         return kl
 
     @staticmethod
@@ -206,13 +235,14 @@ class _ExactKL(Function):
         over, ref = HeadPass(head), HeadPass(ctx.ref_head)
         grads = _HeadGradients(hidden, over, ctx.needs_input_grad[:3])
         for part in _chunks(len(hidden), ctx.chunk):
-            logits = over.logits(hidden[part])
+            within = ctx.kept and ctx.kept[part]
+            logits = over.logits(hidden[part], within)
             logprobs = logits.log_softmax(-1)
-            gap = logprobs - ref.logits(ref_hidden[part]).log_softmax(-1)
+            gap = logprobs - ref.logits(ref_hidden[part], within).log_softmax(-1)
             # d KL / d z_j = p_j (log p_j - log q_j - KL)
             grad = gap.sub_(kl[part, None]).mul_(logprobs.exp_()).mul_(grad_kl[part, None])
             grads.add(part, head.raw_gradient(grad, logits).to(over.dtype))
-        return grads.hidden, grads.weight, grads.bias, None, None, None, None
+        return grads.hidden, grads.weight, grads.bias, None, None, None, None, None
 
 
 class _HeadGradients:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rolecall.policy.head_ops import Head
 from rolecall.policy.logprobs import exact_token_kl, fused_loss, token_logprobs
 from rolecall.policy.trunk import Trunk
+from rolecall.types import Supports
 
 
 class Outputs(NamedTuple):
@@ -71,22 +72,25 @@ class PolicyModel(nn.Module):
         loss: RowLoss | None = None,
         against: Against | None = None,
         keep: bool = False,
+        supports: Supports | None = None,
     ) -> Any:
         """Scores of the wanted tokens as `Outputs`; or, given a loss, (its value, `Outputs` without gradient).
 
         The loss path computes the head's gradient on the way, in chunks of whole rows. With `against`, also the KL to
         the reference over the whole vocabulary at every wanted position. With `keep`, the next call with a loss, if it
-        asks for the same of the same weights, goes on from this one's pass through the trunks.
+        asks for the same of the same weights, goes on from this one's pass through the trunks. With `supports`
+        [batch, time], all of it is of the distribution over the tokens that could be drawn.
         """
         # Token t is read from the hidden state at t - 1; token 0 has none before it.
         asked = wanted[:, 1:]
         targets = ids[:, 1:][asked]
+        kept = None if supports is None else supports[:, 1:][asked]
         if loss is None:
             picked, values = self._keep(ids, asked) if keep else self._pass(ids, asked)
         else:
             picked, values = self._taken(ids, asked) or self._pass(ids, asked)
         head = self._head(temperature)
-        kl = None if against is None else exact_token_kl(picked, head, *against(ids, asked, temperature))
+        kl = None if against is None else exact_token_kl(picked, head, *against(ids, asked, temperature), kept=kept)
         held = [x for x in (values, kl) if x is not None]
         beside = torch.stack(held, dim=1) if held else None
 
@@ -110,6 +114,7 @@ class PolicyModel(nn.Module):
                 bias=head.bias,
                 logit_scale=head.logit_scale,
                 soft_cap=head.soft_cap,
+                kept=kept,
             )
             return outputs(scores.logprobs, scores.entropy, beside, everything)
 
@@ -120,7 +125,7 @@ class PolicyModel(nn.Module):
             rows = slice(row_of[start], row_of[stop])
             return loss(outputs(logprobs, entropy, part, rows), rows)
 
-        fused = fused_loss(picked, head, targets, chunk_loss, row_ends=ends.tolist(), values=beside)
+        fused = fused_loss(picked, head, targets, chunk_loss, row_ends=ends.tolist(), values=beside, kept=kept)
         # A micro-batch in which nothing trains still reaches every parameter, with gradient 0 (DDP waits for all of them).
         idle = (
             0.0 * (picked.sum() + head.weight.sum() + (0 if beside is None else beside.sum()))

@@ -139,10 +139,13 @@ class ExpertIterationLearner:
         return kept.tensor_split(parts) if parts else []
 
     def _batch(self, found: Round, rows: Tensor) -> Batch:
-        """The answers of these numbers. A rank that has none takes part with an answer of which nothing trains."""
+        """The answers of these numbers. A rank that has none takes part with an answer of which nothing trains.
+
+        They are imitated as text is: over the whole vocabulary, whatever part of it they were drawn from.
+        """
         batch = collate([found.trajectories[i] for i in (rows.tolist() or [0])])
         idle = torch.full((len(batch),), not len(rows))
-        return replace(batch, verdicts=self.rule.verdicts(batch.roles, bad_record=idle))
+        return replace(batch, verdicts=self.rule.verdicts(batch.roles, bad_record=idle), supports=None)
 
     # -- what is known about it ----------------------------------------------------------------------------------
 

@@ -54,6 +54,9 @@ def measure_rollout(meter: Meter, rollout: Rollout, *, rule: TrainRule) -> None:
     recomputed = rollout.batch.old_logprobs is not rollout.batch.behaviour_logprobs
     if recomputed and batch.old_logprobs is not None and batch.behaviour_logprobs is not None:
         _mismatch(meter, batch.old_logprobs, batch.behaviour_logprobs, eligible)
+    if batch.weights is not None:
+        meter.mean("sampling/weight", batch.weights, trained(batch))
+        meter.mean("sampling/weight_second", batch.weights.square(), trained(batch))
     if kl is not None:
         meter.mean("kl", kl, eligible)
         meter.mean("kl_per_answer", kl.sum(dim=1))
@@ -114,6 +117,8 @@ def finish(found: dict[str, float]) -> dict[str, float]:
         elif name.startswith("rewards/"):
             base = name.removesuffix("squared")
             out[base + "std"] = max(0.0, second - out[base + "mean"] ** 2) ** 0.5
+    if found.get("sampling/weight_second"):
+        out["sampling/weight_ess"] = found["sampling/weight"] ** 2 / found["sampling/weight_second"]
     if "critic/residual_second" in found and "critic/return_second" in found:
         residual = found["critic/residual_second"] - found["critic/residual_mean"] ** 2
         spread = found["critic/return_second"] - found["critic/return_mean"] ** 2

@@ -98,7 +98,7 @@ class Preparer:
         joined = Joined(trajectories)
         batch, known = self._judged(trajectories, totals, joined, source, baselines)
         eligible = self.rule.eligible(batch.roles)
-        batch, exact = self._with_logprobs(batch, eligible, source)
+        batch, exact = self._with_logprobs(batch, eligible, source, joined)
         batch, kl = self._with_reference(batch, eligible, known, exact, source)
         batch = self._with_rewards(batch, eligible, kl, joined, knobs)
         cut_off = torch.tensor([t.finish.truncated for t in trajectories])
@@ -179,7 +179,9 @@ class Preparer:
             scores = scores + shaping.overlong_penalty(lengths, max_length=limit, buffer=buffer)
         return scores
 
-    def _with_logprobs(self, batch: Batch, eligible: Tensor, source: Source) -> tuple[Batch, Tensor | None]:
+    def _with_logprobs(
+        self, batch: Batch, eligible: Tensor, source: Source, joined: Joined
+    ) -> tuple[Batch, Tensor | None]:
         """Old log-probs, values and importance weights; and the exact KL, which comes out of the same pass."""
         exact, against = None, self.against if source.fresh else None
         if source.old_logprobs == "behaviour":
@@ -190,9 +192,9 @@ class Preparer:
             batch, exact = replace(batch, values=old.values), old.kl
             if source.old_logprobs == "recompute":
                 batch = replace(batch, old_logprobs=old.logprobs)
-        o, stored = self.options.replay, not self.options.sampled_now
-        if o.weights != "none" and (stored or (o.weigh_fresh and source.fresh)):
-            batch = replace(batch, weights=start_weights(o, batch, inside_only=False))
+        how = self.options.fresh_weights if source.fresh else None
+        if how is not None:
+            batch = replace(batch, weights=start_weights(how, batch, joined, inside_only=False))
         return batch, exact
 
     def _with_reference(

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from rolecall.config.experience import ReplayOptions
 from rolecall.config.rl import RLOptions
+from rolecall.experience.batches import join
 from rolecall.experience.joined import Joined
 from rolecall.experience.replay import Drawn, Limits, ReplayBuffer, StoredGroup
 from rolecall.maths import losses
-from rolecall.maths.roles import Role, Verdict
+from rolecall.maths.roles import Verdict
 from rolecall.policy.model import Outputs
 from rolecall.recipes.algorithms import need, weighted
 from rolecall.recipes.experience import MiniStep, Replayed, Rollout, compared
@@ -170,7 +171,8 @@ class Replay:
             observed = torch.where(trained(batch), int(Verdict.REPLAY_OBSERVED), batch.verdicts)
             return dataclasses.replace(batch, verdicts=observed)
         if o.weights != "none":
-            batch = dataclasses.replace(batch, weights=start_weights(o, batch, inside_only=not o.decoupled))
+            weights = start_weights(o, batch, Joined(trajectories), inside_only=not o.decoupled)
+            batch = dataclasses.replace(batch, weights=weights)
         if o.normalise == "joint":
             batch = dataclasses.replace(batch, groups=self._merged(groups, rollout, batch.groups))
         return dataclasses.replace(batch, replayed=torch.ones(len(batch), dtype=torch.bool))
@@ -217,68 +219,22 @@ def replay_loss(o: ReplayOptions, out: Outputs, batch: Batch, mask: Tensor) -> T
     return weighted(values, batch)
 
 
-def start_weights(o: ReplayOptions, batch: Batch, *, inside_only: bool) -> Tensor:
+def start_weights(o: ReplayOptions, batch: Batch, joined: Joined, *, inside_only: bool) -> Tensor:
     """[batch, time] importance weights of the policy at the start of the update against the one that sampled.
 
     `inside_only`: 1 within the band and 0 outside, for a loss whose ratio holds the weight already.
     """
     weights = losses.importance_weights(
-        need(batch.old_logprobs),
-        need(batch.behaviour_logprobs),
-        trained(batch),
+        joined.join(need(batch.old_logprobs)),
+        joined.join(need(batch.behaviour_logprobs)),
+        joined.join(trained(batch)),
         level=o.weights_level,
         kind=o.weights,
         low=o.weights_low,
         high=o.weights_high,
     )
+    weights = joined.split(weights, batch.ids.shape[1])
     return (weights > 0).to(weights.dtype) if inside_only else weights
-
-
-_FILL: dict[str, float] = {
-    "ids": 0,
-    "roles": int(Role.PAD),
-    "verdicts": int(Verdict.PADDING),
-    "rewards": 0,
-    "advantages": 0,
-    "weights": 1,
-    "replayed": False,
-}
-"""What stands where a batch has nothing: behind a row's end, or in a field that only the other batch has. Else NaN."""
-
-
-def join(fresh: Batch, replayed: Batch) -> Batch:
-    """Both batches as one, fresh rows first. Old log-probs are there only if the fresh ones have them."""
-    if fresh.old_logprobs is None:
-        replayed = dataclasses.replace(replayed, old_logprobs=None)
-    time = max(fresh.ids.shape[1], replayed.ids.shape[1])
-    first, second = dict(fresh.tensors()), dict(replayed.tensors())
-    names = [*first, *(name for name in second if name not in first)]
-    return Batch(
-        **{
-            name: torch.cat(
-                [
-                    _filled(name, first.get(name), len(fresh), time, like=second.get(name)),
-                    _filled(name, second.get(name), len(replayed), time, like=first.get(name)),
-                ]
-            )
-            for name in names
-        }
-    )
-
-
-def _filled(name: str, tensor: Tensor | None, rows: int, time: int, *, like: Tensor | None) -> Tensor:
-    """A field of `rows` rows, as wide as `time`; where there is nothing, what `_FILL` says."""
-    fill = _FILL.get(name, torch.nan)
-    if tensor is None and name == "episodes":
-        return torch.arange(-1, -1 - rows, -1)  # none of them is cut: each row is an episode of its own
-    if tensor is None:
-        assert like is not None
-        if like.dim() == 1 and name not in _FILL and not like.is_floating_point():
-            return -1 - torch.arange(rows)  # names: each row has one of its own
-        return torch.full((rows, time)[: like.dim()], fill, dtype=like.dtype)
-    if tensor.dim() == 1:
-        return tensor
-    return torch.nn.functional.pad(tensor, (0, time - tensor.shape[1]), value=fill)
 
 
 def _sequences(rollout: Rollout, groups: Sequence[StoredGroup], joined: Batch) -> Joined:

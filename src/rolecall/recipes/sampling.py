@@ -67,6 +67,7 @@ def trajectory_of(request: Request, completion: Completion, *, group: int) -> Tr
         turns=((start, start + length),),
         finish=completion.finish,
         policy_version=completion.policy_version,
+        supports=None if completion.supports is None else (b"",) * start + completion.supports,
     )
 
 

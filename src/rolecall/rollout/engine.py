@@ -89,13 +89,11 @@ def check_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size
 
 def warn_if_support_is_cut(sampling: Sampling) -> None:
     """Warn that answers drawn with these settings do not come from the policy that is trained."""
-    if sampling.cuts_support:
-        cuts = ", ".join(
-            f"{name}={value}" for name in ("top_k", "top_p", "min_p") if (value := getattr(sampling, name)) is not None
-        )
+    if sampling.cuts_support and not sampling.records_support:
         warnings.warn(
-            f"sampling with {cuts} draws from a part of the vocabulary only, so the trained policy is not the one that "
-            "answers and its gradient is biased; train without top_k, top_p and min_p, and keep them for evaluation",
+            f"sampling with {sampling.cuts} draws from a part of the vocabulary, but with sampling.logprobs full the whole "
+            "of it is scored, so the trained policy is not the one that answers and its gradient is biased; set "
+            "sampling.logprobs drawn, or train without top_k, top_p and min_p",
             stacklevel=2,
         )
 

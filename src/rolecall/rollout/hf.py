@@ -108,6 +108,7 @@ class HFEngine:
                 prompt=request.prompt,
                 sample=sample,
                 seed=request.seed,
+                supports=tuple(drawer.supports[i][: ends.length[i]]) if sampling.records_support else None,
             )
             for i, ((request, sample), finish) in enumerate(zip(rows, ends.finish, strict=True))
             if finish is not None
@@ -123,6 +124,8 @@ class _Drawer(LogitsProcessor):
         self._offsets = np.array([len(r.prompt_ids) - width for r, _ in rows])
         self.tokens: list[list[int]] = [[] for _ in rows]
         self.logprobs: list[list[float]] = [[] for _ in rows]
+        self.supports: list[list[bytes]] = [[] for _ in rows]
+        """Only where the sampling records them."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         u = torch.from_numpy(uniforms(self._keys, input_ids.shape[1] + self._offsets)).to(scores.device)
@@ -130,6 +133,8 @@ class _Drawer(LogitsProcessor):
         for i, (token, logprob) in enumerate(zip(drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True)):
             self.tokens[i].append(token)
             self.logprobs[i].append(logprob)
+        for held, ids in zip(self.supports, drawn.supports or (), strict=False):
+            held.append(ids)
         return torch.full_like(scores, -torch.inf).scatter(1, drawn.tokens[:, None], 0.0)
 
 

@@ -47,6 +47,8 @@ class _Row:
     """Tokens in the cache."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    supports: list[bytes] = field(default_factory=list)
+    """Only where the request's sampling records them."""
 
 
 class NativeEngine:
@@ -215,15 +217,19 @@ class NativeEngine:
         positions = np.array([row.length for row in rows])
         u = torch.from_numpy(uniforms(keys, positions))
         settings = [row.prompt.request.sampling for row in rows]
-        kinds = [(s.temperature, s.top_k, s.top_p, s.min_p) for s in settings]
+        kinds = [(s.temperature, s.top_k, s.top_p, s.min_p, s.logprobs) for s in settings]
         if len(set(kinds)) == 1:
             return draw(logits, settings[0], u, kernels=self._decoder.kernels)
         tokens, logprobs = torch.zeros(len(rows), dtype=torch.long), torch.zeros(len(rows))
+        supports = [b""] * len(rows)
         for kind in dict.fromkeys(kinds):
             index = torch.tensor([i for i, other in enumerate(kinds) if other == kind])
             sampling = settings[int(index[0])]
-            tokens[index], logprobs[index] = draw(logits[index], sampling, u[index], kernels=self._decoder.kernels)
-        return Drawn(tokens, logprobs)
+            drawn = draw(logits[index], sampling, u[index], kernels=self._decoder.kernels)
+            tokens[index], logprobs[index] = drawn.tokens, drawn.logprobs
+            for i, ids in zip(index.tolist(), drawn.supports or (), strict=False):
+                supports[i] = ids
+        return Drawn(tokens, logprobs, supports)
 
     def _extend(self, rows: list[_Row], drawn: Drawn) -> list[tuple[int, Finish]]:
         """Append the drawn tokens; the slots that ended with them, and why."""
@@ -232,6 +238,9 @@ class NativeEngine:
         for slot, (row, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):
             row.ids.append(token)
             row.logprobs.append(logprob)
+            if row.prompt.request.sampling.records_support:
+                assert drawn.supports is not None
+                row.supports.append(drawn.supports[slot])
             full = row.prompt.length + len(row.ids) >= self.context_length
             finish = row.prompt.stops.finish(row.ids, full=full)
             if finish is not None:
@@ -258,6 +267,7 @@ class NativeEngine:
             prompt=request.prompt,
             sample=row.sample,
             seed=request.seed,
+            supports=tuple(row.supports) if request.sampling.records_support else None,
         )
 
     def _forget(self) -> None:

@@ -39,10 +39,13 @@ def _mix(x: _U64) -> _U64:
 
 
 class Drawn(NamedTuple):
-    """Tokens and their log-probs under the full tempered distribution."""
+    """Tokens and their log-probs under the tempered distribution."""
 
     tokens: Int[Tensor, "rows"]
     logprobs: Float[Tensor, "rows"]
+    supports: list[bytes] | None = None
+    """The ids that each could be drawn from, as `Trajectory.supports`, where sampling cuts the vocabulary. Log-probs are
+    then of these."""
 
 
 def draw(
@@ -64,13 +67,18 @@ def draw(
     total = weights.sum(dim=-1)
     if not bool(total.isfinite().all()):
         raise ValueError(_BROKEN)
+    supports = None
     if sampling.temperature == 0:
         tokens = top.indices
     else:
-        cut = weights.masked_fill(~support(z, sampling), 0) if sampling.cuts_support else weights
-        tokens = _invert(cut, u)
+        if sampling.cuts_support:
+            allowed = support(z, sampling)
+            weights = weights.masked_fill(~allowed, 0)
+        if sampling.records_support:
+            total, supports = weights.sum(dim=-1), _ids_of(allowed)
+        tokens = _invert(weights, u)
     logprobs = z.gather(1, tokens[:, None]).squeeze(1) - top.values - total.log()
-    return Drawn(tokens, logprobs)
+    return Drawn(tokens, logprobs, supports)
 
 
 def support(z: Float[Tensor, "rows vocab"], sampling: Sampling) -> Bool[Tensor, "rows vocab"]:
@@ -88,6 +96,14 @@ def support(z: Float[Tensor, "rows vocab"], sampling: Sampling) -> Bool[Tensor, 
     if sampling.min_p:
         allowed = allowed & (z >= z.max(dim=-1, keepdim=True).values + float(np.log(sampling.min_p)))
     return allowed
+
+
+def _ids_of(allowed: Bool[Tensor, "rows vocab"]) -> list[bytes]:
+    """The ids of each row as `Trajectory.supports` holds them; empty where all are allowed."""
+    flat = allowed.nonzero()[:, 1].to("cpu", torch.int32).numpy()
+    ends = allowed.sum(dim=1).cumsum(0).tolist()
+    parts = [flat[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return [b"" if len(part) == allowed.shape[1] else part.tobytes() for part in parts]
 
 
 def _invert(weights: Float[Tensor, "rows vocab"], u: Float[Tensor, "rows"]) -> Int[Tensor, "rows"]:

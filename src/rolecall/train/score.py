@@ -36,7 +36,14 @@ def score(
         time = max(2, int(lengths_of(part).max()))
         part = part.trimmed(time)
         ids, asked = part.ids.to(device), wanted[rows, :time].to(device)
-        out = module(ids, asked, temperature=temperature, against=against, keep=keep and len(parts) == 1)
+        out = module(
+            ids,
+            asked,
+            temperature=temperature,
+            against=against,
+            keep=keep and len(parts) == 1,
+            supports=part.supports and part.supports.to(device),
+        )
         for name, tensor in zip(Outputs._fields, out, strict=True):
             if tensor is not None:
                 found.setdefault(name, torch.zeros(batch.ids.shape))[rows, :time] = tensor.float().cpu()

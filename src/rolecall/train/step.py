@@ -194,15 +194,15 @@ class Updater:
         if len(rows):
             part = batch.rows(rows).to(device)
             part = part.trimmed(max(2, int(lengths_of(part).max())))
-            ids, wanted = part.ids, trained(part)
+            ids, wanted, supports = part.ids, trained(part), part.supports
         else:  # a filler, so that all ranks make the same number of passes
             ids = torch.zeros(1, 2, dtype=torch.long, device=device)
-            wanted = torch.zeros_like(ids, dtype=torch.bool)
+            wanted, supports = torch.zeros_like(ids, dtype=torch.bool), None
 
         def row_loss(outputs: Outputs, which: slice) -> Tensor:
             return tally.add(loss(outputs, part.rows(which)), outputs, rows[which])
 
-        total, _ = self.module(ids, wanted, temperature=temperature, loss=row_loss, against=against)
+        total, _ = self.module(ids, wanted, temperature=temperature, loss=row_loss, against=against, supports=supports)
         # DDP averages gradients over ranks; the denominators already count them all.
         self.accelerator.backward(total * self.accelerator.num_processes)
 

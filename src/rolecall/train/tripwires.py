@@ -15,7 +15,8 @@ answers, micro-batches cut differently each time, with and without an adapter:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -317,10 +318,10 @@ def _gradients(
         if tensor is not None
     }
     held = Outputs(leaves["logprobs"], leaves["entropy"], leaves.get("values"), leaves.get("kl"))
-    computed = {
-        f.name: torch.where(mask, tensor, fill)
-        for f in fields(batch)
-        if (tensor := getattr(batch, f.name)) is not None and tensor.is_floating_point() and tensor.dim() == 2
+    computed: dict[str, Any] = {
+        name: torch.where(mask, tensor, fill)
+        for name, tensor in batch.tensors()
+        if tensor.is_floating_point() and tensor.dim() == 2
     }
     with torch.enable_grad():
         total = torch.zeros((), dtype=torch.float64)

@@ -196,13 +196,14 @@ def check_stops_in_gold(setup: Setup, golds: dict[int, tuple[int, ...]]) -> Find
 def check_sampling(setup: Setup) -> Finding:
     """Whether answers are drawn from the policy that is trained."""
     check, s = "sampling", setup.options.sampling
+    if s.records_support:
+        return ok(check, f"answers are drawn and trained within what {s.cuts} leaves of the vocabulary")
     if s.cuts_support:
-        cuts = ", ".join(f"{n}={v}" for n in ("top_k", "top_p", "min_p") if (v := getattr(s, n)) is not None)
         return warning(
             check,
-            f"{cuts} draws from a part of the vocabulary, so the policy that answers is not the one that trains",
+            f"{s.cuts} draws from a part of the vocabulary, so the policy that answers is not the one that trains",
             "the gradient is biased, and the KL to the reference with it",
-            advice="train without top_k, top_p and min_p, and keep them for evaluation",
+            advice="set sampling.logprobs drawn, or train without top_k, top_p and min_p",
         )
     return ok(check, f"answers are drawn from the whole vocabulary, at temperature {s.temperature:g}")
 

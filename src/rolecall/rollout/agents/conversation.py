@@ -73,6 +73,7 @@ class Sample:
     logprobs: list[float] = field(default_factory=list)
     turns: list[tuple[int, int]] = field(default_factory=list)
     authors: list[Run] = field(default_factory=list)
+    supports: list[bytes] = field(default_factory=list)
 
     def extend(self, ids: Sequence[int], roles: Sequence[int], authors: Sequence[Run]) -> None:
         """Append what the policy did not write. `authors` count from the first of the new tokens."""
@@ -80,6 +81,7 @@ class Sample:
         self.ids += ids
         self.roles += roles
         self.logprobs += [float("nan")] * len(ids)
+        self.supports += [b""] * len(ids)
         self.authors += [(start + first, start + last, who) for first, last, who in authors]
 
     def add(self, completion: Completion) -> None:
@@ -91,6 +93,7 @@ class Sample:
         self.ids += completion.ids
         self.roles += roles
         self.logprobs += completion.behaviour_logprobs
+        self.supports += completion.supports or [b""] * len(completion.ids)
         self.turns.append((start, end))
         if end > start:
             self.authors.append((start, end, "policy"))
@@ -104,6 +107,7 @@ class Sample:
             self.logprobs[:end],
             self.turns,
             [run for run in self.authors if run[0] < end],
+            self.supports[:end],
         )
 
 

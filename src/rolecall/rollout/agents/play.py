@@ -73,6 +73,7 @@ class Played:
                     authors=tuple(sample.authors),
                     finish=self.finish,
                     policy_version=self.version,
+                    supports=tuple(sample.supports) if any(sample.supports) else None,
                 )
                 for sample in side.samples
             ]
