@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from rolecall.policy.headers import MAX_HEADER_BYTES, FormatError
 from rolecall.train import checkpoint, manifest
 from rolecall.train.checkpoint import cut_after, differences, latest, open_checkpoint, save, sweep
-from rolecall.train.formats import MAX_HEADER_BYTES, FormatError, check_format
+from rolecall.train.formats import check_format
 from rolecall.train.manifest import DamagedCheckpointError, RefusedCheckpointError
 
 CONFIG = {"model": {"hidden": 8, "layers": 2}, "lr": 0.1, "steps": 10}
@@ -384,7 +385,8 @@ def test_header_bombs_cost_little_memory(tmp_path):
     code = f"""
 import resource
 from pathlib import Path
-from rolecall.train.formats import FormatError, check_format
+from rolecall.policy.headers import FormatError
+from rolecall.train.formats import check_format
 import numpy
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 refused = 0

@@ -22,8 +22,8 @@ from rolecall.policy.load import (
     check_directory,
     check_finite,
     make_trainable,
-    read_pretrained,
 )
+from rolecall.policy.pretrained import read_pretrained
 from rolecall.policy.render import Message, render
 from rolecall.policy.trunk import Trunk
 

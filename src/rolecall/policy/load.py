@@ -11,33 +11,22 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rolecall.errors import UserError
+from rolecall.policy.gguf import read_gguf
+from rolecall.policy.headers import FormatError, check_config, check_safetensors
+from rolecall.policy.pretrained import DTYPES, Attention, no_progress_bars, read_pretrained, refused_code
+from rolecall.policy.pretrained import Dtype as Dtype
+from rolecall.policy.pretrained import LoadError as LoadError
 from rolecall.policy.tiny import tiny_model, tiny_tokenizer
-
-Dtype = Literal["float32", "bfloat16"]
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-_READ_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError, SafetensorError)
-"""What transformers raises on a model it cannot read."""
-
-
-class LoadError(UserError):
-    """A model that cannot be loaded, in one sentence: what, where, what to do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,26 +52,30 @@ def load(
     *,
     dtype: Dtype = "float32",
     gradient_checkpointing: bool = False,
+    attention: Attention = "auto",
+    trust_remote_code: bool = False,
     cache_dir: str | Path | None = None,
 ) -> LoadedModel:
     """Load a model by name: `tiny`, a directory, a `.gguf` file, or a hub id.
 
+    `attention` is what transformers computes it with: sdpa where the model has it, else eager. Code that a model brings
+    is run only with `trust_remote_code`.
     A GGUF file is converted once and kept under `cache_dir` (default: $ROLECALL_CACHE, else ~/.cache/rolecall).
     """
-    if dtype not in _DTYPES:
-        raise LoadError(f"unknown dtype {dtype!r}; choose one of {', '.join(map(repr, _DTYPES))}")
+    if dtype not in DTYPES:
+        raise LoadError(f"unknown dtype {dtype!r}; choose one of {', '.join(map(repr, DTYPES))}")
     name = str(name)
     path = Path(name).expanduser()
     if name == "tiny":
-        model, tokenizer = cast_weights(tiny_model(), _DTYPES[dtype]), tiny_tokenizer()
+        model, tokenizer = cast_weights(tiny_model(), DTYPES[dtype]), tiny_tokenizer()
     elif path.suffix == ".gguf":
-        model, tokenizer = _read_directory(str(_converted_gguf(path, cache_dir)), dtype=dtype)
+        model, tokenizer = _read_directory(str(_converted_gguf(path, cache_dir)), dtype, attention, False)
     elif name and path.is_dir():
-        model, tokenizer = _read_directory(str(path), dtype=dtype)
+        model, tokenizer = _read_directory(str(path), dtype, attention, trust_remote_code)
     elif path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise LoadError(f"model {name!r}: no such directory; give a model directory, a .gguf file, a hub id, or 'tiny'")
     else:
-        model, tokenizer = _read(name, dtype=dtype)
+        model, tokenizer = _read(name, dtype, attention, trust_remote_code)
     return ready(model, tokenizer, name=name, gradient_checkpointing=gradient_checkpointing)
 
 
@@ -111,7 +104,7 @@ def save_model(model: PreTrainedModel, directory: str | Path) -> None:
     """Write config and safetensors. Who loads them to generate wants the cache that training turns off."""
     model.config.use_cache = True
     try:
-        with _no_progress_bars():
+        with no_progress_bars():
             model.save_pretrained(directory)
     finally:
         model.config.use_cache = False
@@ -164,25 +157,6 @@ def cast_weights(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def own_memory(model: torch.nn.Module) -> None:
-    """Copy the parameters, in place, out of the file they are mapped from.
-
-    A file may lie at any address, and sums come out differently, in the last bit, where memory is not aligned: what is
-    loaded would not score exactly as what was saved. A mapped file must also not change while it is in use.
-    """
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-
-
-def without_dropout(config: Any) -> Any:
-    """The configuration with every dropout rate at 0, set before the modules are built because they copy the rates."""
-    for part in (config, config.get_text_config()):
-        for key, value in list(vars(part).items()):
-            if isinstance(value, float) and any(word in key for word in ("dropout", "pdrop", "layerdrop", "jitter")):
-                setattr(part, key, 0.0)
-    return config
-
-
 def check_finite(model: torch.nn.Module, *, where: str) -> None:
     """Raise LoadError naming the first tensor that holds NaN or inf."""
     for key, tensor in model.state_dict().items():
@@ -210,40 +184,25 @@ def check_directory(directory: Path) -> None:
                 f"model {str(directory)!r} has its weights in {pickles[0]}: Pickle is never read, convert it to safetensors"
             )
         raise LoadError(f"model {str(directory)!r}: no safetensors weights; is the copy complete?")
+    tensors = 0
     for shard in shards:
         try:
-            with safe_open(shard, framework="pt"):
-                pass  # opening compares the header with the size of the file
-        except (SafetensorError, OSError) as error:
+            tensors += check_safetensors(shard)
+        except (FormatError, OSError) as error:
             raise LoadError(
-                f"model {str(directory)!r}: {shard.name} is missing, cut short or damaged; copy it again"
+                f"model {str(directory)!r}: {shard.name} is missing, cut short or damaged; copy it again ({error})"
             ) from error
+    try:
+        check_config(directory / "config.json", tensors=tensors)
+    except FormatError as error:
+        raise LoadError(f"model {str(directory)!r}: its config.json cannot be read, copy it again ({error})") from error
 
 
-def read_pretrained(auto_class: Any, name: str, *, dtype: Dtype, other_tensors: bool = False) -> Any:
-    """`auto_class.from_pretrained` without dropout; a tensor that the files lack is an error, not a random matrix.
-
-    `other_tensors` says that the files are known to hold more than is read, so transformers need not report it.
-    """
-    with _no_progress_bars(), _errors_only() if other_tensors else nullcontext():
-        config = without_dropout(AutoConfig.from_pretrained(name))
-        model, report = auto_class.from_pretrained(
-            name,
-            config=config,
-            dtype=_DTYPES[dtype],
-            attn_implementation="sdpa",
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    if report["missing_keys"]:
-        raise LoadError(f"model {name!r}: tensor {min(report['missing_keys'])!r} is not in its files; copy it again")
-    own_memory(model)
-    return model
-
-
-def _read_directory(directory: str, *, dtype: Dtype) -> tuple[Any, Any]:
+def _read_directory(
+    directory: str, dtype: Dtype, attention: Attention, trust_remote_code: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     check_directory(Path(directory))
-    return _read(directory, dtype=dtype)
+    return _read(directory, dtype, attention, trust_remote_code)
 
 
 def _check_hub(name: str) -> None:
@@ -268,26 +227,41 @@ def _not_had(name: str, why: str) -> LoadError:
     )
 
 
-def _read(name: str, *, dtype: Dtype) -> tuple[Any, Any]:
+def _read(
+    name: str, dtype: Dtype, attention: Attention, trust_remote_code: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     local = Path(name).is_dir()
     if not local:
         _check_hub(name)
     try:
-        model = read_pretrained(AutoModelForCausalLM, name, dtype=dtype)
+        model = read_pretrained(
+            AutoModelForCausalLM, name, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code
+        )
     except LoadError:
         raise
-    except _READ_ERRORS as error:
+    except Exception as error:  # transformers builds what config.json says, wherever that leads
+        if refused_code(error):
+            raise _brings_code(name) from error
         if local:
             raise LoadError(
                 f"model {name!r} cannot be read as a causal language model: {_first_line(error)}"
             ) from error
         raise _not_had(name, _first_line(error)) from error
     try:
-        return model, AutoTokenizer.from_pretrained(name)
-    except _READ_ERRORS as error:
+        return model, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        if refused_code(error):
+            raise _brings_code(name) from error
         raise LoadError(
             f"model {name!r}: its tokenizer cannot be read, add the tokenizer files ({_first_line(error)})"
         ) from error
+
+
+def _brings_code(name: str) -> LoadError:
+    return LoadError(
+        f"model {name!r} brings Python code of its own, which is not run: read it and, if you trust it, "
+        "give --policy.trust_remote_code"
+    )
 
 
 def _converted_gguf(path: Path, cache_dir: str | Path | None) -> Path:
@@ -299,10 +273,16 @@ def _converted_gguf(path: Path, cache_dir: str | Path | None) -> Path:
     target = cache_root(cache_dir) / "gguf" / digest
     if target.is_dir():
         return target
+    try:
+        with no_progress_bars():
+            model, tokenizer = read_gguf(path)
+    except Exception as error:  # a damaged file raises whatever its bytes lead to
+        raise LoadError(f"model {str(path)!r} cannot be read as GGUF: {_first_line(error)}") from error
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f"{digest[:16]}-", dir=target.parent))
     try:
-        _convert_gguf(path, aside)
+        save_model(model, aside)
+        tokenizer.save_pretrained(aside)
         try:
             aside.rename(target)
         except OSError:
@@ -311,29 +291,6 @@ def _converted_gguf(path: Path, cache_dir: str | Path | None) -> Path:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target
-
-
-def _convert_gguf(path: Path, directory: Path) -> None:
-    """Write the file's weights, de-quantised to float32, and its tokenizer in Hugging Face layout."""
-    try:
-        with _no_progress_bars():
-            source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-            tokenizer = AutoTokenizer.from_pretrained(**source)
-            read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    except _READ_ERRORS as error:
-        raise LoadError(f"model {str(path)!r} cannot be read as GGUF: {_first_line(error)}") from error
-    # The model thinks it is quantised and refuses to be saved, so its weights move into one that never was.
-    settings = read.config.to_dict()
-    settings.pop("quantization_config", None)
-    settings.pop("_name_or_path", None)
-    settings.pop("_model_name_or_path", None)
-    with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(type(read.config).from_dict(settings), dtype=torch.float32)
-    plain.load_state_dict(read.state_dict(), strict=True, assign=True)
-    plain.tie_weights()
-    plain.generation_config = read.generation_config
-    save_model(plain, directory)
-    tokenizer.save_pretrained(directory)
 
 
 def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, where: str) -> None:
@@ -354,25 +311,3 @@ def _context_length(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Reading a model is not worth a progress bar on everybody's terminal."""
-    enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            transformers_logging.enable_progress_bar()
-
-
-@contextmanager
-def _errors_only() -> Iterator[None]:
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)

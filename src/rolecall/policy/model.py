@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rolecall.policy.head_ops import Head
 from rolecall.policy.logprobs import exact_token_kl, fused_loss, token_logprobs
+from rolecall.policy.reading import logit_map
 from rolecall.policy.trunk import Trunk
 from rolecall.types import Supports
 
@@ -55,6 +56,7 @@ class PolicyModel(nn.Module):
         if value_head is not None and critic is not None:
             raise ValueError("give a value head on the shared trunk or a separate critic, not both")
         self.model, self.value_head, self.critic = model, value_head, critic
+        logit_map(self._language_model())  # a model that cannot be trained is refused here, before anything is sampled
         self._policy_trunk: Trunk | None = None  # made when the model is on its device
         self._kept: _Kept | None = None
 
@@ -203,12 +205,7 @@ def _wide(x: Tensor) -> Tensor:
 
 def head_of(model: Any, temperature: float) -> Head:
     """A causal language model's map from hidden states to logits."""
-    layer, config = model.get_output_embeddings(), model.config
-    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    layer, after = model.get_output_embeddings(), logit_map(model)
     return Head(
-        weight=layer.weight,
-        bias=getattr(layer, "bias", None),
-        temperature=temperature,
-        logit_scale=scale,
-        soft_cap=getattr(config, "final_logit_softcapping", None),
+        weight=layer.weight, bias=layer.bias, temperature=temperature, logit_scale=after.scale, soft_cap=after.soft_cap
     )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rolecall.policy.flat import FlatTrunk, unfit
+from rolecall.policy.reading import hidden_states
 
 _log = logging.getLogger("rolecall")
 
@@ -18,7 +19,7 @@ class Trunk:
     """Called with ids and the needed positions. The flat trunk is compared with the model's own when it is first used."""
 
     def __init__(self, model: Any) -> None:
-        self._decoder = model.get_decoder()
+        self._model = model
         self._flat = FlatTrunk(model) if unfit(model) is None else None
         self._checked = False
 
@@ -31,7 +32,7 @@ class Trunk:
         """[n, width] the last hidden states of the needed positions, row by row."""
         if self._flat is None or not bool(needed.any()):
             return self._own(ids, needed)
-        dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else self._decoder.embed_tokens.weight.dtype
+        dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else self._model.dtype
         if not self._checked:
             self._check(self._flat, ids, needed, dtype)
             return self(ids, needed)
@@ -39,8 +40,7 @@ class Trunk:
             return self._flat(ids, needed, dtype=dtype)
 
     def _own(self, ids: Tensor, needed: Tensor) -> Tensor:
-        found: Tensor = self._decoder(input_ids=ids, use_cache=False).last_hidden_state[needed]
-        return found
+        return hidden_states(self._model, ids)[needed]
 
     @torch.no_grad()
     def _check(self, flat: FlatTrunk, ids: Tensor, needed: Tensor, dtype: torch.dtype) -> None:

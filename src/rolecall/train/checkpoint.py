@@ -30,8 +30,9 @@ from rolecall.files import (
     size_of,
     sweep_unfinished,
 )
+from rolecall.policy.headers import FormatError
 from rolecall.train import manifest
-from rolecall.train.formats import FormatError, check_format
+from rolecall.train.formats import check_format
 from rolecall.train.manifest import MANIFEST, DamagedCheckpointError, RefusedCheckpointError
 
 ABSENT = "(absent)"

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.files import fsync_path
-from rolecall.train.formats import FormatError, check_format
+from rolecall.policy.headers import FormatError
+from rolecall.train.formats import check_format
 
 SCHEMA = 1
 """The version of the manifest this code writes, and the newest it reads."""

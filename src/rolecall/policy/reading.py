@@ -1,0 +1,125 @@
+"""What a causal language model of any architecture computes before and after its output layer, found by trying it.
+
+Families differ in what stands between the decoder and the output layer (projections, a scale, another norm) and in what
+they do to the logits afterwards (Cohere multiplies, Granite divides, Gemma caps). So the hidden states are what the
+output layer is given, and the map after it is tried out once: a model whose logits we would not reproduce, or whose later
+tokens change the scores of earlier ones, is refused.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from rolecall.errors import UserError
+
+_SAME = {torch.bfloat16: 0.02, torch.float32: 1e-4, torch.float64: 1e-6}
+"""How far two results that should be the same may be apart, as a share of their size."""
+
+
+class LogitMap(NamedTuple):
+    """What a model does to the outputs of its last matrix."""
+
+    scale: float
+    """Multiplies them."""
+    soft_cap: float | None
+    """Then cap tanh(logits / cap)."""
+
+
+_tried: WeakKeyDictionary[nn.Module, LogitMap] = WeakKeyDictionary()
+
+
+def output_layer(model: Any) -> nn.Linear | None:
+    """The layer that gives the logits; None for a trunk without one."""
+    try:
+        layer = model.get_output_embeddings()
+    except NotImplementedError:
+        return None
+    return layer if isinstance(layer, nn.Linear) else None
+
+
+def hidden_states(model: Any, ids: Tensor) -> Tensor:
+    """[batch, time, width]: what the output layer is given, or a trunk's last hidden states."""
+    layer = output_layer(model)
+    if layer is None:
+        output = _call(model, ids)
+        return output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
+    seen: list[Tensor] = []
+
+    def keep(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+        seen.append(given[0])
+        return (given[0][:, :0],)  # no logits are computed: they would be [batch, time, vocabulary]
+
+    with _hooked(layer.register_forward_pre_hook(keep)):
+        _call(model, ids)
+    return seen[-1]
+
+
+def logit_map(model: Any) -> LogitMap:
+    """What the model does to its raw logits. Raises UserError if that, or its attention, is not what training needs."""
+    if model not in _tried:
+        _tried[model] = _try(model)
+    return _tried[model]
+
+
+@torch.no_grad()
+def _try(model: Any) -> LogitMap:
+    layer = output_layer(model)
+    if layer is None:
+        raise _refused(model, "its output layer is not a plain matrix")
+    vocabulary = len(layer.weight)
+    ids = torch.arange(5, 29, device=layer.weight.device).view(2, 12) % min(vocabulary, 200)
+    ids[1, :6] = ids[0, :6]
+    # The same beginning with other tokens after it: where it is read differently, attention looks ahead.
+    begun = hidden_states(model, ids)[:, :6]
+    if begun.shape[:2] != (2, 6):
+        raise _refused(model, "its output layer does not read one state per token")
+    if not _same(begun[0], begun[1]):
+        raise _refused(model, "its attention is not causal: later tokens change the scores of earlier ones")
+    raw = torch.linspace(-80, 80, ids.numel() * vocabulary, device=ids.device).view(*ids.shape, vocabulary)
+    with _hooked(layer.register_forward_hook(lambda *_: raw)):
+        output = _call(model, ids)
+    logits = getattr(output, "logits", None)
+    if logits is None or logits.shape != raw.shape:
+        raise _refused(model, "it has no logits of its whole vocabulary for every token")
+    numbers = {k: v for k, v in _numbers(model) if v}
+    scales = [1.0, *(s for k, v in numbers.items() if "logit" in k or "lm_head" in k for s in (v, 1 / v))]
+    caps = [None, *(v for k, v in numbers.items() if "cap" in k)]
+    for scale, cap in product(scales, caps):
+        expected = raw * scale if cap is None else cap * torch.tanh(raw * (scale / cap))
+        if _same(logits.to(raw.dtype), expected):
+            return LogitMap(scale, cap)
+    raise _refused(model, "it changes its logits in a way that is not known here")
+
+
+def _numbers(model: Any) -> Iterator[tuple[str, float]]:
+    for part in (model.config, model.config.get_text_config()):
+        for key, value in vars(part).items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                yield key, float(value)
+
+
+def _call(model: Any, ids: Tensor) -> Any:
+    accepted = inspect.signature(model.forward).parameters
+    return model(input_ids=ids, **({"use_cache": False} if "use_cache" in accepted else {}))
+
+
+def _same(found: Tensor, expected: Tensor) -> bool:
+    return float((found - expected).norm()) <= _SAME.get(found.dtype, 0.02) * float(expected.norm())
+
+
+def _refused(model: Any, why: str) -> UserError:
+    return UserError(f"a {model.config.model_type} model ({type(model).__name__}) cannot be trained here: {why}")
+
+
+@contextmanager
+def _hooked(handle: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()
