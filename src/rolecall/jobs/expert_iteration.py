@@ -24,6 +24,7 @@ from rolecall.jobs.rl import fingerprint, open_policy, sampler
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, prepared, unless_stopped
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.ask import Asker
+from rolecall.recipes.collect import run_state
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.expert_iteration import ExpertIterationLearner
 from rolecall.rollout.engine import warn_if_support_is_cut
@@ -120,6 +121,7 @@ def _build(
             samples=options.eval.samples,
             seed=options.seed,
             timer=timer,
+            state_at=partial(run_state, options, learner.order),
         )
     return build_policy(
         learner,

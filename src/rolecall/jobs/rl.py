@@ -52,7 +52,7 @@ from rolecall.policy.load import LoadedModel, load
 from rolecall.policy.lora import add_adapter, has_adapter, merged
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.token_text import token_bytes
-from rolecall.recipes.collect import Collector
+from rolecall.recipes.collect import Collector, run_state
 from rolecall.recipes.episodes import Arena, EnvOnly, EpisodeEvaluator, Episodes
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.guard import Guard
@@ -210,6 +210,7 @@ def _build(
         "samples": options.eval.samples,
         "seed": options.seed,
         "reference": reference,
+        "state_at": partial(run_state, options, getattr(learner.collector, "order", None)),
     }
     if test is not None and arena is not None:
         evaluate = EpisodeEvaluator(arena, rows=test, **how)
