@@ -114,7 +114,7 @@ TRAINER = (
     same("output_dir", "out"),
     same("seed", "seed", learned=True),
     made("max_steps", ("steps",), _steps, counts_updates=True, learned=True),
-    made("num_train_epochs", ("epochs",), _epochs, learned=True),
+    made("num_train_epochs", ("epochs",), _epochs),
     same("learning_rate", "optim.lr", learned=True),
     choice("lr_scheduler_type", "optim.schedule", _SCHEDULES, learned=True),
     same("warmup_steps", "optim.warmup_steps", counts_updates=True, learned=True),

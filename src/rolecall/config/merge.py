@@ -61,19 +61,19 @@ def resolve(options: type[T], layers: Sequence[tuple[str, Mapping[str, Any]]]) -
         layer.read(whole, settings)
         layer.translate()
         _overlay(values, layer.values)
-        foreign = {k: f for k, f in foreign.items() if k not in layer.values} | layer.names
-        sources |= {
-            key: f"{source} ({layer.names[key].name})" if key in layer.names else source for key in layer.values
-        }
+        foreign = {key: f for key, f in foreign.items() if key not in layer.values} | layer.names
+        sources |= dict.fromkeys(layer.values, source)
     for option in whole.options():
         if option.key in values:
-            values[option.key] = _checked(option, values[option.key], sources[option.key], problems)
+            written = foreign[option.key].name if option.key in foreign else ""
+            values[option.key] = _checked(option, values[option.key], sources[option.key], problems, written)
     built: Any = None if problems else _build(whole, values, problems)
     if built is not None:
         problems += _updates_counted(built, foreign)
     if problems:
         raise ConfigError(problems)
-    return Resolved(options=built, sources={key: sources[key] for key, value in values.items() if value is not _ON})
+    shown = {key: f"{sources[key]} ({foreign[key].name})" if key in foreign else sources[key] for key in values}
+    return Resolved(options=built, sources={key: shown[key] for key, value in values.items() if value is not _ON})
 
 
 def _unpacked(
@@ -242,15 +242,15 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
     return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True))
 
 
-def _checked(option: Option, value: Any, source: str, problems: list[str]) -> Any:
-    """The value as the option's type, or a problem."""
+def _checked(option: Option, value: Any, source: str, problems: list[str], written: str = "") -> Any:
+    """The value as the option's type, or a problem; `written` is the name it was given under, if not ours."""
     types = alternatives(option.type)
     try:
         if isinstance(value, bool) and bool not in types and not any(value in get_args(t) for t in types):
             raise TypeError  # pydantic would take True for 1
         return _adapter(option.type).validate_python(value)
     except (ValidationError, TypeError):
-        name = label(option.flag if source == FLAGS else option.key, source)
+        name = label(written or (option.flag if source == FLAGS else option.key), source)
         guess = _near_choice(option, value)
         problems.append(f"{name} must be {in_words(option.type)}, got {_shown(value)}{guess}")
         return value

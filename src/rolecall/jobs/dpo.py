@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from rolecall.config.dpo import DPOOptions
 from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
+from rolecall.jobs.arguments import trl_arguments
 from rolecall.jobs.data import by_name, check_named, labelled, rendered_pairs, unnamed
 from rolecall.jobs.rl import open_policy
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, prepared, unless_stopped
@@ -26,6 +27,7 @@ from rolecall.train.timing import Timer
 _log = logging.getLogger("rolecall")
 
 
+@trl_arguments
 def dpo(
     *, rows: str | Sequence[Mapping[str, Any]] | None = None, progress: Progress | None = None, **settings: Any
 ) -> Run:

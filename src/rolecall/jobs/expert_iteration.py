@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from rolecall.config.expert_iteration import ExpertIterationOptions
 from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
+from rolecall.jobs.arguments import trl_arguments
 from rolecall.jobs.data import (
     by_name,
     check_prompts,
@@ -33,6 +34,7 @@ from rolecall.train.rundir import RunDir
 from rolecall.train.timing import Timer
 
 
+@trl_arguments
 def expert_iteration(
     *,
     rows: str | Sequence[Mapping[str, Any]] | None = None,

@@ -27,6 +27,7 @@ from rolecall.jobs.agents import (
     open_arena,
     open_envs,
 )
+from rolecall.jobs.arguments import trl_arguments
 from rolecall.jobs.data import (
     by_name,
     check_prompts,
@@ -71,6 +72,7 @@ from rolecall.train.timing import Timer
 _log = logging.getLogger("rolecall")
 
 
+@trl_arguments
 def rl(
     *,
     preset: str = "grpo",

@@ -14,6 +14,7 @@ from rolecall.config.resume import saved_settings
 from rolecall.config.sft import SFTOptions
 from rolecall.errors import UserError
 from rolecall.jobs.agents import env_source, episode_rows, open_arena, open_envs
+from rolecall.jobs.arguments import trl_arguments
 from rolecall.jobs.data import by_name, demonstrated, labelled, open_reward, prompt_rows, rendered_rows, unnamed
 from rolecall.jobs.rl import open_policy, sampler
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, prepared, unless_stopped
@@ -30,6 +31,7 @@ from rolecall.types import Sampling
 _log = logging.getLogger("rolecall")
 
 
+@trl_arguments
 def sft(
     *, rows: str | Sequence[Mapping[str, Any]] | None = None, progress: Progress | None = None, **settings: Any
 ) -> Run:
