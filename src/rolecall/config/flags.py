@@ -101,8 +101,8 @@ class _Reader:
                 from rolecall.config.files import read_value
 
                 before = self.line.given.get(option.key)
-                entry = {key: read_value(text, where=f"--{written}")}
-                self.line.given[option.key] = {**before, **entry} if isinstance(before, dict) else entry
+                added = {key: read_value(text, where=f"--{written}")}
+                self.line.given[option.key] = {**before, **added} if isinstance(before, dict) else added
         else:
             self._unknown(written, text)
 

@@ -38,17 +38,17 @@ class Foreign:
     """Why it has no effect here, which is said when it is given."""
 
 
-def same(name: str, key: str, **more: bool) -> Foreign:
+def same(name: str, key: str, **more: Any) -> Foreign:
     """The same setting under another name."""
     return Foreign(name=name, keys=(key,), convert=lambda value, _: {key: value}, same=True, **more)
 
 
-def made(name: str, keys: Iterable[str], convert: Convert, **more: bool) -> Foreign:
+def made(name: str, keys: Iterable[str], convert: Convert, **more: Any) -> Foreign:
     """A setting whose value is converted."""
     return Foreign(name=name, keys=tuple(keys), convert=convert, **more)
 
 
-def choice(name: str, key: str, values: Mapping[Any, Any], **more: bool) -> Foreign:
+def choice(name: str, key: str, values: Mapping[Any, Any], **more: Any) -> Foreign:
     """A setting whose values have other names: each is given as ours, as settings by key, or as `Differs`."""
 
     def convert(value: Any, _: Settings) -> Settings:
@@ -116,7 +116,7 @@ def _defaults(given: Any) -> dict[str, Any]:
     if isinstance(given, Mapping) or not is_dataclass(given):
         return {}
     try:
-        return _attributes(type(given)())  # type: ignore[operator]
+        return _attributes(type(given)())  # type: ignore[misc]
     except Exception:  # its author's: it needs an argument, or a device that is not there
         return {f.name: f.default for f in fields(given)}
 

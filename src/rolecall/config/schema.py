@@ -207,8 +207,9 @@ def nearest(key: str, section: Section, *, flags: bool = False) -> str | None:
     within = {name: option for name, option in names.items() if prefix and name.startswith(f"{prefix}.")}
     everywhere = [*names, *(s.key for s in section.sections() if s.key)]
     searches = (
-        lambda: _known(written, names),
+        lambda: _known(written, names) if prefix or written not in _last_parts(names) else None,
         lambda: _known(last, within),
+        lambda: _begun(last, within),
         lambda: _close(last, within, cutoff=0.6),
         lambda: next((name for name in everywhere if name.rpartition(".")[2] == last), None),  # `lr` for `optim.lr`
         lambda: _known(last, names),
@@ -225,7 +226,19 @@ def _known(written: str, names: Mapping[str, Option]) -> str | None:
     for name, option in names.items():
         if written in option.known_as:
             return name
+    if "." not in written:  # the last part of verl's names
+        elsewhere += [key for f in VERL if f.name.rpartition(".")[2] == written for key in f.keys]
     return next((name for key in elsewhere for name, option in names.items() if option.key == key), None)
+
+
+def _last_parts(names: Iterable[str]) -> set[str]:
+    return {name.rpartition(".")[2] for name in names}
+
+
+def _begun(last: str, names: Iterable[str]) -> str | None:
+    """The only name whose last part begins so: `temp` for temperature."""
+    found = [name for name in names if name.rpartition(".")[2].startswith(last)]
+    return found[0] if len(found) == 1 and len(last) > 2 else None
 
 
 def _close(last: str, names: Iterable[str], *, cutoff: float) -> str | None:

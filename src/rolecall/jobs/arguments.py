@@ -39,7 +39,7 @@ def trl_arguments(job: Callable[P, T]) -> Callable[P, T]:
             )
         if settings.get("tools"):
             settings = _with_tools(settings)
-        return job(*args, **settings)  # type: ignore[arg-type]
+        return job(*args, **settings)
 
     return call
 
