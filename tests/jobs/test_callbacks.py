@@ -16,7 +16,9 @@ def letters(completions, **kwargs):
 
 def contents(path):
     """The bytes of all that a run promises to repeat."""
-    held = sorted(p for p in path.rglob("*") if p.is_file() and p.name not in ("timing.jsonl", "report.html", "run.json"))
+    held = sorted(
+        p for p in path.rglob("*") if p.is_file() and p.name not in ("timing.jsonl", "report.html", "run.json")
+    )
     return {str(p.relative_to(path)): hashlib.sha256(p.read_bytes()).hexdigest() for p in held}
 
 

@@ -147,7 +147,7 @@ def test_rows_that_lack_what_a_reward_asks_for_are_counted_in_one_line(caplog):
         (f"{HERE / 'misbehaving.py'}:not_callable", "is a int, not a function"),
         (f"{HERE / 'misbehaving.py'}:not_a_reward", r"has the parameters \(x, y\); it must take `completions`"),
         ([], "no reward function given"),
-        (["exact", "exact"], "two reward functions are called `exact`"),
+        (["exact", "exact"], "reward 'exact' is given twice; keep one"),
     ],
 )
 def test_a_source_that_does_not_work_is_one_sentence(source, sentence):
@@ -158,7 +158,7 @@ def test_a_source_that_does_not_work_is_one_sentence(source, sentence):
 
 def test_a_closure_that_cannot_travel_is_a_sentence():
     lock = threading.Lock()
-    with pytest.raises(RewardError, match="reward `<lambda>` cannot be sent to a worker process"):
+    with pytest.raises(RewardError, match="reward `lambda` cannot be sent to a worker process"):
         pack(lambda completions: [lock.locked()])
 
 

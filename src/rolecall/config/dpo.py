@@ -2,7 +2,10 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
+from rolecall.config.foreign import Foreign
+from rolecall.config.foreign_trl import TRL_ROWS
 from rolecall.config.parts import (
     ChatOptions,
     EngineOptions,
@@ -18,6 +21,7 @@ from rolecall.config.parts import (
 class DPOOptions(RunOptions):
     """A policy from preferences, without a reward model and without sampling."""
 
+    foreign: ClassVar[tuple[Foreign, ...]] = TRL_ROWS
     model: str = "tiny"
     """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run's directory. As it is at the
     start it is also the reference."""

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin
 
+from rolecall.config.foreign import Foreign, lookup
 from rolecall.config.schema import Option, Section, alternatives, nearest
 from rolecall.errors import UserError
 
@@ -90,35 +91,50 @@ class _Reader:
             setattr(self.line, name, text)
         elif name == "dry_run" and text is None:
             self.line.dry_run = True
+        elif (entry := self.section.foreign.get(lookup(name))) is not None:
+            self._set_foreign(entry, written, text)
+        elif name != positive and (entry := self.section.foreign.get(lookup(positive))) is not None:
+            self.line.given[entry.name] = False
         elif option := self._mapping_of(written):
             key = written[len(option.flag) + 1 :]
             if (text := self._needed(written, text)) is not None:
                 from rolecall.config.files import read_value
 
                 before = self.line.given.get(option.key)
-                entry = {key: read_value(text, where=f"--{written}")}
-                self.line.given[option.key] = {**before, **entry} if isinstance(before, dict) else entry
+                added = {key: read_value(text, where=f"--{written}")}
+                self.line.given[option.key] = {**before, **added} if isinstance(before, dict) else added
         else:
             self._unknown(written, text)
 
-    def _set(self, option: Option, flag: str, text: str | None) -> None:
+    def _set(self, option: Option, flag: str, text: str | None, key: str | None = None) -> None:
+        """Read the option's value; `key` is what it is given as, if not the option's own."""
+        given, key = self.line.given, key or option.key
         if option.switch:
             text = text if text is not None else self._word_behind()
-            self.line.given[option.key] = True if text is None else _WORDS.get(text.lower(), text)
+            given[key] = True if text is None else _WORDS.get(text.lower(), text)
             return
         if (text := self._needed(flag[2:], text)) is None:
             return
         if option.optional and text.lower() == "none":
-            self.line.given[option.key] = None
+            given[key] = None
         elif option.many is not None:
-            before = self.line.given.get(option.key) or []
-            self.line.given[option.key] = [*before, *_elements(option.many, text)]
+            given[key] = [*(given.get(key) or []), *_elements(option.many, text)]
         elif option.mapping:
             from rolecall.config.files import read_value
 
-            self.line.given[option.key] = read_value(text, where=flag)
+            given[key] = read_value(text, where=flag)
         else:
-            self.line.given[option.key] = _value(option.type, text)
+            given[key] = _value(option.type, text)
+
+    def _set_foreign(self, entry: Foreign, written: str, text: str | None) -> None:
+        """A setting under another library's name: read as ours if it is the same, else as YAML."""
+        if entry.same:
+            self._set(self._options[entry.keys[0]], f"--{written}", text, entry.name)
+            return
+        from rolecall.config.files import read_value
+
+        text = text if text is not None else self._value_behind()
+        self.line.given[entry.name] = True if text is None else read_value(text, where=f"--{written}")
 
     def _needed(self, written: str, text: str | None) -> str | None:
         text = text if text is not None else self._value_behind()
@@ -150,7 +166,7 @@ class _Reader:
 
     def _stray(self, word: str) -> None:
         key = word.partition("=")[0]
-        if "=" in word and (key in self._options or nearest(key, self.section)):
+        if "=" in word and (key in self._options or nearest(key.lstrip("+"), self.section)):
             self.problems.append(f"unexpected {word!r}: write it as --{word}")
         elif self._bare and not word.startswith("-") and self._bare[0].key not in self.line.given:
             self.line.given[self._bare[0].key] = word

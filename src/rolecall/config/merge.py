@@ -4,7 +4,8 @@ Every source is flattened to dotted keys, so that the later one wins key by key 
 from. All problems of a call are found and told together, a sentence each.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -13,9 +14,12 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from rolecall.config.foreign import Differs, Foreign, from_object, lookup
 from rolecall.config.given import GivenModel
 from rolecall.config.schema import REQUIRED, Option, Section, alternatives, in_words, nearest, schema
 from rolecall.errors import UserError
+
+_log = logging.getLogger("rolecall")
 
 FLAGS = "the command line"
 """The source of what was given as flags."""
@@ -52,18 +56,52 @@ def resolve(options: type[T], layers: Sequence[tuple[str, Mapping[str, Any]]]) -
     problems: list[str] = []
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for source, settings in layers:
+    foreign: dict[str, Foreign] = {}
+    for source, settings in _unpacked(layers, whole):
         layer = _Layer(whole=whole, source=source, problems=problems)
         layer.read(whole, settings)
+        layer.translate()
         _overlay(values, layer.values)
+        foreign = {key: f for key, f in foreign.items() if key not in layer.values} | layer.names
         sources |= dict.fromkeys(layer.values, source)
     for option in whole.options():
         if option.key in values:
-            values[option.key] = _checked(option, values[option.key], sources[option.key], problems)
+            written = foreign[option.key].name if option.key in foreign else ""
+            values[option.key] = _checked(option, values[option.key], sources[option.key], problems, written)
     built: Any = None if problems else _build(whole, values, problems)
+    if built is not None:
+        problems += _updates_counted(built, foreign)
     if problems:
         raise ConfigError(problems)
-    return Resolved(options=built, sources={key: sources[key] for key, value in values.items() if value is not _ON})
+    shown = {key: f"{sources[key]} ({foreign[key].name})" if key in foreign else sources[key] for key in values}
+    return Resolved(options=built, sources={key: shown[key] for key, value in values.items() if value is not _ON})
+
+
+def _unpacked(
+    layers: Sequence[tuple[str, Mapping[str, Any]]], whole: Section
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The layers; an object of another library's settings, `args`, is a weaker one before that which it is given in."""
+    for source, settings in layers:
+        given = settings.get("args")
+        if given is not None and whole.foreign and not isinstance(given, str | int | float | list | tuple):
+            found, left = from_object(given, whole.foreign)
+            name = type(given).__name__
+            if left:
+                _log.warning("of %s these are not used here: %s", name, ", ".join(left))
+            yield f"args, {name}", found
+            settings = {key: value for key, value in settings.items() if key != "args"}
+        yield source, settings
+
+
+def _updates_counted(options: Any, foreign: Mapping[str, Foreign]) -> list[str]:
+    """Problems with names that count optimiser steps where a rollout takes several."""
+    o = getattr(options, "algorithm", None)
+    each = 1 if o is None else o.epochs * o.minibatches
+    return [
+        f"`{f.name}` counts optimiser steps, `{key}` rollouts, which take {each} each here: give `{key}`"
+        for key, f in foreign.items()
+        if f.counts_updates and each > 1
+    ]
 
 
 def make(options: type[T], settings: Mapping[str, Any], *, source: str = ARGUMENTS) -> T:
@@ -106,6 +144,10 @@ class _Layer:
     source: str
     problems: list[str]
     values: dict[str, Any] = field(default_factory=dict)
+    foreign: dict[str, Any] = field(default_factory=dict)
+    """What was written under other libraries' names."""
+    names: dict[str, Foreign] = field(default_factory=dict)
+    """By key, the foreign name that set it."""
 
     def read(self, section: Section, settings: Mapping[Any, Any]) -> None:
         """Take in a section's settings; what has no place is a problem."""
@@ -114,7 +156,7 @@ class _Layer:
             name, _, rest = str(written).partition(".")
             part, inner = parts.get(name), {rest: value} if rest else value
             if part is None or (rest and isinstance(part, Option) and not part.mapping):
-                self._unknown(f"{section.key}.{written}" if section.key else str(written))
+                self._elsewhere(f"{section.key}.{written}" if section.key else str(written), value)
             elif isinstance(part, Section):
                 self._read_section(part, inner)
             elif part.key not in self.values:
@@ -141,6 +183,44 @@ class _Layer:
                 f"`{section.key}.{section.parts[0].name}`; got {value!r}"
             )
 
+    def _elsewhere(self, key: str, value: Any) -> None:
+        """A key that is none of ours: another library's, a section of such, or unknown."""
+        name = lookup(key)
+        inside = key == "actor_rollout_ref" or any(f.startswith(f"{name}.") for f in self.whole.foreign)
+        if name in self.whole.foreign:
+            self.foreign[name] = fspath(value) if isinstance(value, PathLike) else value
+        elif inside and self.whole.foreign and isinstance(value, Mapping):
+            for part, held in value.items():
+                self._elsewhere(f"{key}.{part}", held)
+        else:
+            self._unknown(key)
+
+    def translate(self) -> None:
+        """Put what was written under foreign names where it belongs."""
+        keys = {option.key for option in self.whole.options()}
+        for name, value in self.foreign.items():
+            entry = self.whole.foreign[name]
+            if value is None and not entry.same:
+                continue  # not set
+            if entry.unused:
+                _log.warning("%s has no effect: %s", label(name, self.source), entry.unused)
+            try:
+                found = entry.convert(value, self.foreign)
+            except Differs as why:
+                self.problems.append(f"{label(name, self.source)}: {why}")
+                continue
+            except (TypeError, ValueError):
+                self.problems.append(f"{label(name, self.source)} cannot be {_shown(value)}; see `{entry.keys[0]}`")
+                continue
+            for key, ours in found.items():
+                if key not in keys:
+                    self.problems.append(f"{label(name, self.source)}: there is no `{key}` here")
+                elif key in self.values:
+                    other = self.names[key].name if key in self.names else key
+                    self.problems.append(f"{label(name, self.source)} sets `{key}`, and so does `{other}`; keep one")
+                else:
+                    self.values[key], self.names[key] = ours, entry
+
     def _unknown(self, key: str) -> None:
         guess = nearest(key, self.whole)
         what = f"unknown key {label(key, self.source)}" if self.source != FLAGS else f"unknown option --{key}"
@@ -163,8 +243,8 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
     return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True))
 
 
-def _checked(option: Option, value: Any, source: str, problems: list[str]) -> Any:
-    """The value as the option's type, or a problem."""
+def _checked(option: Option, value: Any, source: str, problems: list[str], written: str = "") -> Any:
+    """The value as the option's type, or a problem; `written` is the name it was given under, if not ours."""
     types = alternatives(option.type)
     if isinstance(value, GivenModel) and option.key == "model":
         return value  # pydantic would keep the text alone
@@ -173,7 +253,7 @@ def _checked(option: Option, value: Any, source: str, problems: list[str]) -> An
             raise TypeError  # pydantic would take True for 1
         return _adapter(option.type).validate_python(value)
     except (ValidationError, TypeError):
-        name = label(option.flag if source == FLAGS else option.key, source)
+        name = label(written or (option.flag if source == FLAGS else option.key), source)
         guess = _near_choice(option, value)
         problems.append(f"{name} must be {in_words(option.type)}, got {_shown(value)}{guess}")
         return value

@@ -6,6 +6,9 @@ from typing import Any, ClassVar, Literal
 
 from rolecall.config.agents import AgentOptions
 from rolecall.config.experience import ReplayOptions
+from rolecall.config.foreign import Foreign
+from rolecall.config.foreign_trl import TRL
+from rolecall.config.foreign_verl import VERL
 from rolecall.config.parts import (
     ChatOptions,
     EngineOptions,
@@ -214,6 +217,7 @@ class RLOptions(RunOptions):
     """Reinforcement learning of a language model from a reward."""
 
     presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
+    foreign: ClassVar[tuple[Foreign, ...]] = (*TRL, *VERL)
     model: str = "tiny"
     """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
     policy: PolicyOptions = field(default_factory=PolicyOptions)

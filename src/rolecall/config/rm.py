@@ -1,7 +1,10 @@
 """Options of `rolecall rm`."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
+from rolecall.config.foreign import Foreign
+from rolecall.config.foreign_trl import TRL_ROWS
 from rolecall.config.parts import ChatOptions, HeldOutOptions, OptimOptions, PolicyOptions, RunOptions, SaveOptions
 from rolecall.config.plan import steps_plan
 
@@ -10,6 +13,7 @@ from rolecall.config.plan import steps_plan
 class RMOptions(RunOptions):
     """A reward model from preferences."""
 
+    foreign: ClassVar[tuple[Foreign, ...]] = TRL_ROWS
     model: str = "tiny"
     """What it starts as: a language model, which gets a fresh head (`tiny`, a model directory, a .gguf file, a hub id),
     or the directory of a reward model, which trains on."""

@@ -3,12 +3,16 @@
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from rolecall.config.foreign import Foreign, lookup
+from rolecall.config.foreign_trl import TRL
+from rolecall.config.foreign_verl import VERL
 
 REQUIRED = MISSING
 """The default of an option that has none."""
@@ -79,6 +83,8 @@ class Section:
     """True unless it is None by default."""
     parts: tuple["Option | Section", ...]
     """What it holds, in the order of its fields."""
+    foreign: Mapping[str, Foreign] = field(default_factory=dict)
+    """Of the whole: what other libraries call its options, from the class's `foreign`; they may be written so."""
 
     @property
     def name(self) -> str:
@@ -104,7 +110,11 @@ class Section:
 def schema(options: type) -> Section:
     """The keys of a dataclass of options."""
     about = inspect.cleandoc(options.__doc__ or "")
-    return Section(key="", type=options, about=about, optional=False, on=True, parts=_parts(options, "", None))
+    found = Section(key="", type=options, about=about, optional=False, on=True, parts=_parts(options, "", None))
+    keys = {option.key for option in found.options()}
+    # A name of which no option is here is not understood here.
+    foreign = {f.name: f for f in getattr(options, "foreign", ()) if not f.keys or keys & set(f.keys)}
+    return replace(found, foreign=foreign)
 
 
 def _parts(options: type, prefix: str, instance: Any) -> tuple[Option | Section, ...]:
@@ -192,23 +202,47 @@ def in_words(hint: Any) -> str:
 
 
 def nearest(key: str, section: Section, *, flags: bool = False) -> str | None:
-    """The key (or flag) somebody most likely meant, or None."""
+    """The key (or flag) somebody most likely meant, or None. What is in the section that was written comes first."""
     written = key.replace("-", "_")
     names = {(o.flag if flags else o.key): o for o in section.options()}
-    sections = [s.key for s in section.sections() if s.key]
+    prefix, _, last = written.rpartition(".")
+    within = {name: option for name, option in names.items() if prefix and name.startswith(f"{prefix}.")}
+    everywhere = [*names, *(s.key for s in section.sections() if s.key)]
+    searches = (
+        lambda: _known(written, names) if prefix or written not in _last_parts(names) else None,
+        lambda: _known(last, within),
+        lambda: _begun(last, within),
+        lambda: _close(last, within, cutoff=0.6),
+        lambda: next((name for name in everywhere if name.rpartition(".")[2] == last), None),  # `lr` for `optim.lr`
+        lambda: _known(last, names),
+        lambda: next(iter(get_close_matches(written, everywhere, n=1, cutoff=0.7)), None),
+        lambda: _close(last, everywhere, cutoff=0.7),
+        lambda: next(iter(get_close_matches(written, section.foreign, n=1, cutoff=0.8)), None),
+    )
+    return next((found for search in searches if (found := search())), None)
+
+
+def _known(written: str, names: Mapping[str, Option]) -> str | None:
+    """The option among these that is known elsewhere by the written name."""
+    elsewhere = [key for f in (*TRL, *VERL) if f.name == lookup(written) for key in f.keys]
     for name, option in names.items():
         if written in option.known_as:
             return name
-    last = written.rpartition(".")[2]
-    for name in (*names, *sections):  # `lr` for `optim.lr`, `model.lr` for `optim.lr`
-        if name.rpartition(".")[2] == last:
-            return name
-    for name, option in names.items():
-        if last in option.known_as:
-            return name
-    if close := get_close_matches(written, [*names, *sections], n=1, cutoff=0.7):
-        return close[0]
-    by_last = {name.rpartition(".")[2]: name for name in (*names, *sections)}
-    if close := get_close_matches(last, list(by_last), n=1, cutoff=0.7):
-        return by_last[close[0]]
-    return None
+    if "." not in written:  # the last part of verl's names
+        elsewhere += [key for f in VERL if f.name.rpartition(".")[2] == written for key in f.keys]
+    return next((name for key in elsewhere for name, option in names.items() if option.key == key), None)
+
+
+def _last_parts(names: Iterable[str]) -> set[str]:
+    return {name.rpartition(".")[2] for name in names}
+
+
+def _begun(last: str, names: Iterable[str]) -> str | None:
+    """The only name whose last part begins so: `temp` for temperature."""
+    found = [name for name in names if name.rpartition(".")[2].startswith(last)]
+    return found[0] if len(found) == 1 and len(last) > 2 else None
+
+
+def _close(last: str, names: Iterable[str], *, cutoff: float) -> str | None:
+    by_last = {name.rpartition(".")[2]: name for name in names}
+    return next((by_last[found] for found in get_close_matches(last, by_last, n=1, cutoff=cutoff)), None)

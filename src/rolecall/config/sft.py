@@ -1,7 +1,10 @@
 """Options of `rolecall sft`."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
+from rolecall.config.foreign import Foreign
+from rolecall.config.foreign_trl import TRL_ROWS
 from rolecall.config.parts import (
     ChatOptions,
     EngineOptions,
@@ -18,6 +21,7 @@ from rolecall.config.plan import steps_plan
 class SFTOptions(RunOptions):
     """Supervised fine-tuning on demonstrations."""
 
+    foreign: ClassVar[tuple[Foreign, ...]] = TRL_ROWS
     model: str = "tiny"
     """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
     policy: PolicyOptions = field(default_factory=PolicyOptions)

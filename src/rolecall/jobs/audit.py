@@ -13,6 +13,7 @@ from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
 from rolecall.files import DiskError, write_atomically
 from rolecall.jobs.agents import env_source
+from rolecall.jobs.arguments import trl_arguments
 from rolecall.jobs.data import by_name, demonstrated, label, listed, open_reward, prompt_rows, rendered_row, unnamed
 from rolecall.jobs.models import open_policy, with_model
 from rolecall.jobs.rl import sampler
@@ -28,6 +29,7 @@ from rolecall.tasks.names import resolve as resolve_rows
 from rolecall.train.exit_codes import ExitCode
 
 
+@trl_arguments
 def audit(
     *,
     preset: str = "grpo",

@@ -13,6 +13,7 @@ from rolecall.config.merge import resolve
 from rolecall.config.parts import HeldOutOptions
 from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
+from rolecall.jobs.arguments import trl_arguments
 from rolecall.jobs.data import by_name, check_prompts, labelled, listed, open_reward, prompt_rows, unnamed
 from rolecall.jobs.models import open_model, with_model
 from rolecall.jobs.rl import fingerprint, sampler
@@ -28,6 +29,7 @@ from rolecall.train.state import read_state, write_state
 from rolecall.train.timing import Timer
 
 
+@trl_arguments
 def best_of_n(
     *,
     rows: str | Sequence[Mapping[str, Any]] | None = None,

@@ -17,17 +17,18 @@ from rolecall.recipes.dpo import AnswerPair
 from rolecall.recipes.sampling import prompt_request
 from rolecall.rewards.pool import RewardPool
 from rolecall.rewards.records import Reward
+from rolecall.rewards.sources import Named, name_of
 from rolecall.tasks.builtin import demonstrations
 from rolecall.tasks.kinds import Record, kind_of, record
 from rolecall.tasks.names import resolve
-from rolecall.tasks.rows import ListRows, RowError, Rows, place_of, split
+from rolecall.tasks.rows import ListRows, RowError, Rows, place_of, rows_of_columns, split
 from rolecall.train.timing import Timer
 from rolecall.types import Sampling, Trajectory
 
 _log = logging.getLogger("rolecall")
 
 RowsSource = str | Sequence[Mapping[str, Any]]
-RewardSource = str | Callable[..., Any]
+RewardSource = str | Callable[..., Any] | Named
 _TRAIN_ROWS = 20_000
 """Rows drawn from a task that can make any number."""
 _EPISODES = 4_000
@@ -44,12 +45,14 @@ TASK_REWARD = "task"
 
 def label(given: Sequence[Any]) -> str:
     """What config.json says of rows or rewards that are Python objects."""
-    names = [getattr(x, "__name__", "") for x in given if callable(x)]
+    names = [x.name if isinstance(x, Named) else name_of(x) for x in given if isinstance(x, Named) or callable(x)]
     return f"{GIVEN} {', '.join(names)}" if names else f"{GIVEN} {len(given)} rows"
 
 
 def listed(given: Any) -> list[Any]:
-    """One, several or none, as a list."""
+    """One, several or none, as a list; of a mapping, what it names."""
+    if isinstance(given, Mapping):
+        return [Named(name=str(name), source=source) for name, source in given.items()]
     several = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
     return [fspath(one) if isinstance(one, PathLike) else one for one in several]
 
@@ -62,7 +65,9 @@ def by_name(**given: Any) -> dict[str, Any]:
 
 
 def unnamed(given: Any) -> Any:
-    """What is given in Python, and not by its name; else None."""
+    """What is given in Python, and not by its name, a dict of columns as rows; else None."""
+    if type(given) is dict:
+        return rows_of_columns(given)
     return None if isinstance(given, str) else given
 
 
@@ -114,19 +119,20 @@ def open_reward(
     With `rows`, a function that needs a column which they have not is refused; rows that lack it are counted and said.
     """
     check_named("reward", *(source for source in sources if isinstance(source, str)))
-    if TASK_REWARD in sources and task_reward is None:
+    if TASK_REWARD in [s.source if isinstance(s, Named) else s for s in sources] and task_reward is None:
         raise UserError("reward `task` is the reward of a task, and these rows are of none: name a reward function")
     own: tuple[RewardSource, ...] = () if task_reward is None else (task_reward,)
-    chosen = [own[0] if source == TASK_REWARD else source for source in sources] or own
+    chosen = [_own(source, own) for source in sources] or own
     if not chosen:
         raise UserError("no reward: give one, such as --reward rewards.py:my_function, or use a built-in task")
     if "" in chosen:
         raise UserError("a reward's name is empty: give one, such as --reward rewards.py:my_function")
-    if len(chosen) == 1 and isinstance(chosen[0], str) and Path(chosen[0]).expanduser().is_dir():
+    only = chosen[0].source if isinstance(chosen[0], Named) else chosen[0]
+    if len(chosen) == 1 and isinstance(only, str) and Path(only).expanduser().is_dir():
         from rolecall.jobs.models import reward_of_model
 
         weight = 1.0 if weights is None else weights[0]
-        return reward_of_model(chosen[0], weight=weight)
+        return reward_of_model(only, weight=weight)
     pool = stack.enter_context(RewardPool(list(chosen), weights=weights, deadline_s=deadline_s))
     if timer is not None:
         pool.advance = timer.advance
@@ -138,6 +144,13 @@ def open_reward(
                 "%d of %d rows have no %s, which a reward asks for: it gets None there", count, looked_at, what
             )
     return pool
+
+
+def _own(source: RewardSource, task_reward: Sequence[RewardSource]) -> RewardSource:
+    """The source, or the task's reward if that is what it names."""
+    if isinstance(source, Named):
+        return source if source.source != TASK_REWARD else Named(name=source.name, source=str(task_reward[0]))
+    return task_reward[0] if source == TASK_REWARD else source
 
 
 def open_judge(

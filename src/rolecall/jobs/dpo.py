@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from rolecall.config.dpo import DPOOptions
 from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
+from rolecall.jobs.arguments import trl_arguments
 from rolecall.jobs.data import by_name, check_named, labelled, rendered_pairs, unnamed
 from rolecall.jobs.models import open_policy, with_model
 from rolecall.jobs.prompting import style_of
@@ -28,6 +29,7 @@ from rolecall.train.timing import Timer
 _log = logging.getLogger("rolecall")
 
 
+@trl_arguments
 def dpo(
     *,
     rows: str | Sequence[Mapping[str, Any]] | None = None,

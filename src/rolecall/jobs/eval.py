@@ -15,6 +15,7 @@ from rolecall.config.preflight import check_paths
 from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
 from rolecall.jobs.agents import EnvSource, env_source, episode_rows, open_arena, open_envs
+from rolecall.jobs.arguments import trl_arguments
 from rolecall.jobs.data import RowsSource, by_name, check_prompts, listed, open_reward, prompt_rows, unnamed
 from rolecall.jobs.models import open_model, with_model
 from rolecall.jobs.prompting import AsMessages, prompting_of
@@ -31,6 +32,7 @@ from rolecall.train.reference import Reference
 _log = logging.getLogger("rolecall")
 
 
+@trl_arguments
 def eval(  # the name of the command
     *,
     rows: str | Sequence[Mapping[str, Any]] | None = None,

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from rolecall.config.expert_iteration import ExpertIterationOptions
 from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
+from rolecall.jobs.arguments import trl_arguments
 from rolecall.jobs.data import (
     by_name,
     check_prompts,
@@ -26,6 +27,7 @@ from rolecall.jobs.rl import fingerprint, sampler
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, prepared, unless_stopped
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.ask import Asker
+from rolecall.recipes.collect import run_state
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.expert_iteration import ExpertIterationLearner
 from rolecall.train.callbacks import Given
@@ -34,6 +36,7 @@ from rolecall.train.rundir import RunDir
 from rolecall.train.timing import Timer
 
 
+@trl_arguments
 def expert_iteration(
     *,
     rows: str | Sequence[Mapping[str, Any]] | None = None,
@@ -126,6 +129,7 @@ def _build(
             samples=options.eval.samples,
             seed=options.seed,
             timer=timer,
+            state_at=partial(run_state, options, learner.order),
         )
     return build_policy(
         learner,

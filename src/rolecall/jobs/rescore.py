@@ -26,7 +26,7 @@ from rolecall.jobs.notebook import spoken
 from rolecall.recipes.episodes import with_env
 from rolecall.recipes.records import as_json
 from rolecall.recipes.sampling import as_completion
-from rolecall.rewards.records import Reward, Sample, Scored
+from rolecall.rewards.records import Reward, Sample, Scored, trainer_state
 from rolecall.tasks.env_names import is_task
 from rolecall.tasks.rows import Rows
 from rolecall.train.exit_codes import ExitCode
@@ -101,21 +101,23 @@ def run_from(
             write_atomically(run.config, json.dumps({**config, "reward": names}, indent=1).encode())
             about = {"command": "rescore", "from": str(source), "reward": names}
             write_atomically(run.run, json.dumps(about, indent=1).encode())
-            return _rescore(store, table, reward, run, progress)
+            return _rescore(store, table, reward, run, progress, steps=int(config.get("steps", 0)))
     except (StoreError, RunDirError, LockedError) as error:
         raise UserError(str(error)) from error
     except DiskError as error:
         raise UserError(str(error), exit_code=ExitCode.DISK) from error
 
 
-def _rescore(store: RolloutStore, table: Rows, reward: Reward, run: RunDir, progress: Progress) -> Rescored:
+def _rescore(
+    store: RolloutStore, table: Rows, reward: Reward, run: RunDir, progress: Progress, *, steps: int
+) -> Rescored:
     before: list[float] = []
     after: list[float] = []
     answers = 0
     progress.begin(f"rescore into {run.path}", start=0, steps=len(store))
     try:
         for number, (path, old) in enumerate(zip(store.files, store, strict=True), start=1):
-            scored = _scored(old, table, reward)
+            scored = _scored(old, table, reward, steps)
             _write(run.rollouts / path.name, old, scored)
             firsts = [rows[0] for rows in Joined(old.trajectories).rows]  # an episode counts once
             before += [total for row in firsts if (total := old.details[row].total) is not None]
@@ -137,13 +139,13 @@ def _rescore(store: RolloutStore, table: Rows, reward: Reward, run: RunDir, prog
     )
 
 
-def _scored(old: Rollouts, table: Rows, reward: Reward) -> list[Scored]:
+def _scored(old: Rollouts, table: Rows, reward: Reward, steps: int) -> list[Scored]:
     """What the reward says of every row; the samples of an episode are one answer, to which its environment's reward is
     added, and one that was broken off stays without a score."""
     numbers: dict[int, int] = defaultdict(lambda: len(numbers))
     answers = [rows for rows in Joined(old.trajectories).rows if not _broken_off(old, rows[0])]
     samples = [_sample(old, rows, table, numbers[old.trajectories[rows[0]].group]) for rows in answers]
-    told = reward.score(samples, state={"global_step": old.step})
+    told = reward.score(samples, state=trainer_state(step=old.step, steps=steps))
     found = {
         row: s if old.details[row].messages is None else with_env(old.trajectories[row].scores.get("env"), s)
         for rows, s in zip(answers, told, strict=True)

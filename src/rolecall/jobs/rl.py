@@ -28,6 +28,7 @@ from rolecall.jobs.agents import (
     open_envs,
     try_out,
 )
+from rolecall.jobs.arguments import trl_arguments
 from rolecall.jobs.data import (
     by_name,
     check_prompts,
@@ -54,7 +55,7 @@ from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter, merged
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.token_text import token_bytes
-from rolecall.recipes.collect import Collector
+from rolecall.recipes.collect import Collector, run_state
 from rolecall.recipes.episodes import Arena, EnvOnly, EpisodeEvaluator, Episodes
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.guard import Guard
@@ -74,6 +75,7 @@ from rolecall.train.timing import Timer
 _log = logging.getLogger("rolecall")
 
 
+@trl_arguments
 def rl(
     *,
     preset: str = "grpo",
@@ -220,6 +222,7 @@ def _build(
         "samples": options.eval.samples,
         "seed": options.seed,
         "reference": reference,
+        "state_at": partial(run_state, options, getattr(learner.collector, "order", None)),
     }
     if test is not None and arena is not None:
         evaluate = EpisodeEvaluator(arena, rows=test, **how)

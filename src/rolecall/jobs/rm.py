@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.config.rm import RMOptions
+from rolecall.jobs.arguments import trl_arguments
 from rolecall.jobs.data import by_name, check_named, labelled, unnamed
 from rolecall.jobs.models import start_reward_model, with_model
 from rolecall.jobs.running import Built, Run, execute, loop_options, prepared, unless_stopped
@@ -34,6 +35,7 @@ from rolecall.train.timing import Timer
 _log = logging.getLogger("rolecall")
 
 
+@trl_arguments
 def rm(
     *,
     rows: str | Sequence[Mapping[str, Any]] | None = None,

@@ -14,6 +14,7 @@ from rolecall.config.resume import saved_settings
 from rolecall.config.sft import SFTOptions
 from rolecall.errors import UserError
 from rolecall.jobs.agents import env_source, episode_rows, open_arena, open_envs
+from rolecall.jobs.arguments import trl_arguments
 from rolecall.jobs.data import by_name, demonstrated, labelled, open_reward, prompt_rows, rendered_rows, unnamed
 from rolecall.jobs.models import open_policy, with_model
 from rolecall.jobs.prompting import style_of
@@ -33,6 +34,7 @@ from rolecall.types import Sampling
 _log = logging.getLogger("rolecall")
 
 
+@trl_arguments
 def sft(
     *,
     rows: str | Sequence[Mapping[str, Any]] | None = None,

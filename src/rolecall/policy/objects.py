@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rolecall.policy.load import Dtype, LoadedModel, LoadError, cast_weights, ready, without_dropout
+from rolecall.policy.load import Dtype, LoadedModel, LoadError, cast_weights, ready
+from rolecall.policy.pretrained import without_dropout
 
 
 def from_objects(

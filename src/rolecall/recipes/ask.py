@@ -1,6 +1,6 @@
 """Rows are asked: each prompt is answered a number of times, and the answers are scored."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,11 +56,20 @@ class Asker:
     timer: Timer
 
     def ask(
-        self, chosen: Sequence[int], *, samples: int, seed: int, step: int, first: int = 0, greedy: bool = False
+        self,
+        chosen: Sequence[int],
+        *,
+        samples: int,
+        seed: int,
+        step: int,
+        state: Mapping[str, Any],
+        first: int = 0,
+        greedy: bool = False,
     ) -> list[Answered]:
         """Answer the chosen rows `samples` times each; they are the step's prompts number `first` and on.
 
-        With `greedy`, also once with the likeliest tokens; that answer is scored and reported beside the others.
+        `state` is what rewards see as `trainer_state`. With `greedy`, also once with the likeliest tokens; that answer
+        is scored and reported beside the others.
         """
         rows = [self.rows[i] for i in chosen]
         requests = [self._request(row, samples, seed, step, first + i) for i, row in enumerate(rows)]
@@ -73,7 +82,7 @@ class Asker:
         with self.timer.phase("reward"):
             scored = self.reward.score(
                 [self._sample(rows[c.prompt - first], c, a) for c, a in zip(both, answers, strict=True)],
-                state={"global_step": step},
+                state=state,
             )
         beside = {
             c.prompt: (answer, s)

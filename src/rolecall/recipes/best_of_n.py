@@ -20,7 +20,7 @@ from rolecall.files import write_atomically
 from rolecall.maths.best_of import best_of_kl, expected_best
 from rolecall.recipes.ask import Answered, Asker, unscored
 from rolecall.recipes.records import as_json
-from rolecall.rewards.records import Reward
+from rolecall.rewards.records import Reward, trainer_state
 from rolecall.train.rundir import RunDir
 
 ANSWERS, CURVE = "answers.jsonl", "best_of_n.json"
@@ -45,13 +45,13 @@ class BestOfN:
         """Answers to the step's prompts, in the order of the rows."""
         o = self.options
         chosen = range(len(self.asker.rows))[step * o.prompts : (step + 1) * o.prompts]
-        return step, self.asker.ask(chosen, samples=o.n, seed=o.seed, step=step)
+        return step, self.asker.ask(chosen, samples=o.n, seed=o.seed, step=step, state=self._state(step))
 
     def update(self, experience: tuple[int, list[Answered]]) -> None:
         """Ask the judge, put all answers on record, and measure."""
         step, groups = experience
         self.unscored = unscored(self.asker.rows, groups)
-        judged = [self._judged(group) for group in groups]
+        judged = [self._judged(group, step) for group in groups]
         if self.run is not None:
             self._record(self.run.rollouts / f"step-{step + 1:06d}.parquet", step, groups, judged)
         scores = [[s.total for s in group.scored] for group in groups]
@@ -65,10 +65,15 @@ class BestOfN:
             self._metrics |= {f"judge/best_of/{k}": mean for k, mean, _ in curve(scores, judged, self.options.ks)}
         self._metrics |= self.asker.reward.take_metrics()
 
-    def _judged(self, group: Answered) -> list[float | None] | None:
+    def _state(self, step: int) -> dict[str, Any]:
+        rows, per_step = len(self.asker.rows), self.options.prompts
+        steps = -(-rows // per_step)
+        return trainer_state(step=step, steps=steps, taken=step * per_step, rows=rows, per_step=per_step)
+
+    def _judged(self, group: Answered, step: int) -> list[float | None] | None:
         if self.judge is None:
             return None
-        found = self.judge.score(self.asker.samples_of(group))
+        found = self.judge.score(self.asker.samples_of(group), state=self._state(step))
         self.judge.take_metrics()
         return [s.total for s in found]
 

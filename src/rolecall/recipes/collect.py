@@ -10,7 +10,7 @@ from torch import Tensor
 from rolecall.config.rl import RLOptions
 from rolecall.policy.load import LoadedModel
 from rolecall.recipes.ask import Answered, Asker
-from rolecall.rewards.records import Messages, Reward, Scored
+from rolecall.rewards.records import Messages, Reward, Scored, trainer_state
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
 from rolecall.train.data import RowOrder
@@ -71,6 +71,12 @@ class Collector(Protocol):
         ...
 
 
+def run_state(options: Any, order: RowOrder | None, step: int, *, rank: int = 0) -> dict[str, Any]:
+    """What rewards see as `trainer_state` when so many steps are done; without rows there are no epochs."""
+    taken, rows = (0, 0) if order is None else (order.taken, order.rows)
+    return trainer_state(step=step, steps=options.steps, taken=taken, rows=rows, per_step=options.prompts, rank=rank)
+
+
 class Answers:
     """One answer per sample: prompts are taken from the rows in order, each is answered `samples` times.
 
@@ -99,6 +105,7 @@ class Answers:
     def collect(self, step: int) -> Collected:
         """Sample answers to the next prompts and score them."""
         o, seed = self.options.algorithm, self.options.seed + self.rank * 2**32
+        self._state = run_state(self.options, self.order, step, rank=self.rank)
         kept = self._ask(self.order.take(self.options.prompts)[self.rank :: self.ranks], step, seed, first=0)
         drawn = None
         if o.resample:
@@ -130,7 +137,7 @@ class Answers:
             timer=self.timer,
         )
         greedy = o.algorithm.name == "remax"
-        return asker.ask(chosen, samples=o.samples, seed=seed, step=step, first=first, greedy=greedy)
+        return asker.ask(chosen, samples=o.samples, seed=seed, step=step, state=self._state, first=first, greedy=greedy)
 
     def _replace_flat(self, groups: list[Answered], step: int, seed: int) -> tuple[list[Answered], Drawn]:
         """Ask further prompts, as many as groups are flat, for the rounds that are left."""

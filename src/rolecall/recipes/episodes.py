@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from rolecall.config.parts import ChatOptions
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel
-from rolecall.recipes.collect import Collected
+from rolecall.recipes.collect import Collected, run_state
 from rolecall.recipes.evaluate import EVALUATION_STEP, Evaluation, kl_to
 from rolecall.rewards.records import Reward, Sample, Scored
 from rolecall.rollout.agents.conversation import Dialect
@@ -111,15 +111,15 @@ class Arena:
         _report_failures(episodes)
         return episodes
 
-    def score(self, episodes: Sequence[Played], *, step: int, groups: Sequence[int]) -> list[Side]:
-        """What each player who had a turn did, and its score."""
+    def score(self, episodes: Sequence[Played], *, state: Mapping[str, Any], groups: Sequence[int]) -> list[Side]:
+        """What each player who had a turn did, and its score. `state` is what rewards see as `trainer_state`."""
         found = [
             (episode, player, trajectories)
             for episode in episodes
             for player, trajectories in episode.trajectories(group=groups[episode.wanted.prompt]).items()
             if trajectories
         ]
-        scored = self._score([(episode, player) for episode, player, _ in found], step)
+        scored = self._score([(episode, player) for episode, player, _ in found], state)
         return [
             Side(
                 player=player,
@@ -131,9 +131,9 @@ class Arena:
             for (episode, player, trajectories), s in zip(found, scored, strict=True)
         ]
 
-    def _score(self, sides: Sequence[tuple[Played, str]], step: int) -> list[Scored]:
+    def _score(self, sides: Sequence[tuple[Played, str]], state: Mapping[str, Any]) -> list[Scored]:
         whole = [i for i, (episode, _) in enumerate(sides) if episode.finish is not Finish.ABORT]
-        told = self.reward.score([_sample(*sides[i]) for i in whole], state={"global_step": step})
+        told = self.reward.score([_sample(*sides[i]) for i in whole], state=state)
         by_functions = dict(zip(whole, told, strict=True))
         return [
             _total(episode, player, by_functions.get(i), self.reward.names) for i, (episode, player) in enumerate(sides)
@@ -168,6 +168,7 @@ class Episodes:
     def collect(self, step: int) -> Collected:
         """Play the next rows and score what came of it."""
         o = self.options
+        state = run_state(o, self.order, step, rank=self.rank)
         chosen = self.order.take(o.prompts)[self.rank :: self.ranks]
         groups = [step * o.prompts + i * self.ranks + self.rank for i in range(len(chosen))]
         seed = o.seed + self.rank * 2**32
@@ -175,7 +176,7 @@ class Episodes:
         with timer.phase("generate"):
             episodes = self.arena.play(rows, o.sampling, n=o.samples, seed=seed, step=step, groups=groups)
         with timer.phase("reward"):
-            sides = self.arena.score(episodes, step=step, groups=groups)
+            sides = self.arena.score(episodes, state=state, groups=groups)
         if not sides:
             why = next((e.failure for e in episodes if e.failure), "no player had a turn")
             raise UserError(
@@ -219,13 +220,18 @@ class EpisodeEvaluator:
         samples: int = 1,
         seed: int = 0,
         reference: Reference | None = None,
+        state_at: Callable[[int], Mapping[str, Any]] | None = None,
     ) -> None:
-        """With `samples` > 1 also avg@k and pass@k and, given a reference, the KL to it on those samples."""
+        """With `samples` > 1 also avg@k and pass@k and, given a reference, the KL to it on those samples. `state_at(step)`
+        is what rewards see as `trainer_state`."""
         self.arena, self.rows, self.sampling, self.samples = arena, rows, sampling, samples
         self.seed, self.reference = seed, reference
+        self._state: Mapping[str, Any] = {}
+        self._state_at = state_at or (lambda step: {"global_step": step})
 
     def __call__(self, step: int) -> dict[str, float]:
         """The numbers alone."""
+        self._state = self._state_at(step)
         return self.run().numbers
 
     def run(self) -> Evaluation:
@@ -271,7 +277,7 @@ class EpisodeEvaluator:
         rows = [self.rows[i] for i in range(len(self.rows))]
         step, groups = EVALUATION_STEP, list(range(len(rows)))
         episodes = self.arena.play(rows, sampling, n=n, seed=self.seed, step=step, groups=groups)
-        sides = self.arena.score(episodes, step=step, groups=groups)
+        sides = self.arena.score(episodes, state=self._state, groups=groups)
         self.arena.reward.take_metrics()  # so that what evaluations log and count is not mistaken for training's
         return episodes, sides
 

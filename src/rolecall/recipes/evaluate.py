@@ -1,6 +1,6 @@
 """How good a policy is on held-out rows: greedy accuracy, avg@k, pass@k, length, truncation, KL to the start."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,8 +54,10 @@ class Evaluator:
         train_reward: Reward | None = None,
         token_budget: int = 8192,
         timer: Timer | None = None,
+        state_at: Callable[[int], Mapping[str, Any]] | None = None,
     ) -> None:
-        """With `samples` > 1 also avg@k and pass@k and, given a reference, the KL to it on those samples.
+        """With `samples` > 1 also avg@k and pass@k and, given a reference, the KL to it on those samples. `state_at(step)`
+        is what rewards see as `trainer_state`.
 
         `train_reward` is told too, if it is not the reward that decides: when it rises and the other does not, the
         policy has learned to please it.
@@ -65,9 +67,12 @@ class Evaluator:
         self.sampling, self.chat, self.samples, self.seed = sampling, chat, samples, seed
         self.reference, self.token_budget = reference, token_budget
         self.timer = timer or Timer()
+        self._state: Mapping[str, Any] = {}
+        self._state_at = state_at or (lambda step: {"global_step": step})
 
     def __call__(self, step: int) -> dict[str, float]:
-        """The numbers alone."""
+        """The numbers alone, of a run that has taken so many steps."""
+        self._state = self._state_at(step)
         return self.run().numbers
 
     def run(self) -> Evaluation:
@@ -130,7 +135,7 @@ class Evaluator:
             )
             for c, answer in zip(completions, answers, strict=True)
         ]
-        found = [scored.total for scored in reward.score(samples)]
+        found = [scored.total for scored in reward.score(samples, state=self._state)]
         reward.take_metrics()  # so that what evaluations log and count is not mistaken for training's
         return found
 

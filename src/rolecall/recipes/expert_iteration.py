@@ -21,6 +21,7 @@ from rolecall.files import DiskError
 from rolecall.maths.roles import TrainRule
 from rolecall.policy.load import LoadedModel
 from rolecall.recipes.ask import Answered, Asker, unscored
+from rolecall.recipes.collect import run_state
 from rolecall.recipes.records import KEPT_EVERY, as_json
 from rolecall.recipes.rl import engine_weights
 from rolecall.recipes.sft import nll
@@ -76,8 +77,9 @@ class ExpertIterationLearner:
         """Sample answers to the next prompts and choose which to imitate."""
         o, accelerator = self.options, self.updater.accelerator
         rank, ranks = accelerator.process_index, accelerator.num_processes
+        state = run_state(o, self.order, step, rank=rank)
         chosen = self.order.take(o.prompts)[rank::ranks]
-        groups = self.asker.ask(chosen, samples=o.samples, seed=o.seed + rank * 2**32, step=step)
+        groups = self.asker.ask(chosen, samples=o.samples, seed=o.seed + rank * 2**32, step=step, state=state)
         trajectories = [t for i, g in enumerate(groups) for t in g.trajectories(step * o.prompts + i * ranks + rank)]
         kept = [i * o.samples + j for i, group in enumerate(groups) for j in self._chosen(group)]
         self.unscored = unscored(self.asker.rows, groups)

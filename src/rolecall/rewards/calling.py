@@ -14,10 +14,9 @@ import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, Literal
 
-from rolecall.rewards.records import RewardError
+from rolecall.rewards.records import RewardError, TrainerState
 
 Style = Literal["batch", "sample", "verl"]
 _RESERVED = ("prompt", "completion", "completion_ids")  # columns of these names are given by the sample itself
@@ -98,7 +97,7 @@ class RewardFunction:
             "prompts": answers.prompts,
             "completions": answers.completions,
             "completion_ids": answers.completion_ids,
-            "trainer_state": SimpleNamespace(**answers.state),
+            "trainer_state": TrainerState(answers.state, reward=self.name),
             "log_extra": log.extra,
             "log_metric": log.metric,
             "environments": answers.environments,
@@ -131,7 +130,7 @@ class RewardFunction:
             "completion_text": text,
             "completion_ids": answers.completion_ids[index],
             "row": row,
-            "trainer_state": SimpleNamespace(**answers.state),
+            "trainer_state": TrainerState(answers.state, reward=self.name),
             "log_metric": log.metric,
             "environment": answers.environments[index] if answers.environments else None,
         }

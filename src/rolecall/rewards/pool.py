@@ -13,9 +13,9 @@ from typing import Any, Self
 
 from rolecall.rewards.calling import no_column
 from rolecall.rewards.processes import Gone, Worker
-from rolecall.rewards.records import RewardError, Sample, Scored
+from rolecall.rewards.records import RewardError, Sample, Scored, trainer_state
 from rolecall.rewards.round import Round
-from rolecall.rewards.sources import ANSWER_COLUMNS, BUILT_IN, Source, pack
+from rolecall.rewards.sources import ANSWER_COLUMNS, BUILT_IN, Named, Source, pack
 
 logger = logging.getLogger("rolecall.rewards")
 
@@ -38,7 +38,7 @@ class RewardPool:
 
     def __init__(
         self,
-        functions: Source | Sequence[Source] | Mapping[str, Source],
+        functions: Source | Sequence[Source | Named] | Mapping[str, Source],
         *,
         weights: Sequence[float] | None = None,
         workers: int = 2,
@@ -90,7 +90,7 @@ class RewardPool:
         return tuple(worker.process.pid for worker in self._workers)
 
     def score(self, samples: Sequence[Sample], *, state: Mapping[str, Any] | None = None) -> list[Scored]:
-        """One result per sample, in order. `state` is what functions see as `trainer_state`, `global_step` at least."""
+        """One result per sample, in order. `state` is what functions see as `trainer_state`; what it leaves out is 0."""
         if not self._end.alive:
             raise RewardError("this reward pool is closed; make a new one")
         if not samples:
@@ -98,9 +98,8 @@ class RewardPool:
         if not self._checked:
             self._check_wanted(tuple(dict.fromkeys(name for sample in samples for name in sample.row)))
         with self._lock:
-            this = Round(
-                samples, styles=self.styles, workers=len(self._workers), state={"global_step": 0, **(state or {})}
-            )
+            whole = {**trainer_state(), **(state or {})}
+            this = Round(samples, styles=self.styles, workers=len(self._workers), state=whole)
             try:
                 while not this.finished:
                     self._hand_out(this)

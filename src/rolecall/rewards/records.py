@@ -1,8 +1,11 @@
 """What a reward gets and gives."""
 
+import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any, NoReturn, Protocol
 
 from rolecall.errors import UserError
 
@@ -22,6 +25,41 @@ class WrongCount(RewardError):
             f"reward `{name}` returned {got} rewards for {expected} answers; it must return one per answer, in order, "
             f"with None where it does not apply"
         )
+
+
+class NoSuchState(RewardError, AttributeError):
+    """A reward function reads a field of `trainer_state` that is not there; `hasattr` and `getattr` see the latter."""
+
+
+class TrainerState(SimpleNamespace):
+    """What a reward function sees as `trainer_state`: the fields of transformers' that a run here knows."""
+
+    def __init__(self, state: Mapping[str, Any], *, reward: str) -> None:
+        super().__init__(**state)
+        self._reward = reward
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        there = ", ".join(sorted(field for field in vars(self) if not field.startswith("_")))
+        raise NoSuchState(f"reward `{self._reward}` asks for trainer_state.{name}, which is not there; it has {there}")
+
+
+def trainer_state(
+    *, step: int = 0, steps: int = 0, taken: int = 0, rows: int = 0, per_step: int = 0, rank: int = 0
+) -> dict[str, Any]:
+    """The state after `step` of `steps` steps in which `taken` rows were answered, of `rows` that there are.
+
+    A step is a rollout, also where it takes several optimiser steps. Without arguments: nothing is being trained.
+    """
+    return {
+        "global_step": step,
+        "max_steps": steps,
+        "epoch": taken / rows if rows else 0.0,
+        "num_train_epochs": math.ceil(steps * per_step / rows) if rows else 0,
+        "is_local_process_zero": int(os.environ.get("LOCAL_RANK", rank)) == 0,
+        "is_world_process_zero": rank == 0,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

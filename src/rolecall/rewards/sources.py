@@ -9,8 +9,10 @@ import importlib.util
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,14 @@ Source = str | Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Named:
+    """A reward function under a name that the caller chose."""
+
+    name: str
+    source: Source
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Packed:
     """A reward function as it travels to a worker."""
 
@@ -44,26 +54,44 @@ class Packed:
     """The callable itself, where one was given."""
 
 
-def pack(functions: Source | Sequence[Source] | Mapping[str, Source]) -> tuple[Packed, ...]:
-    """The functions with distinct names. A mapping gives the names."""
+def pack(functions: Source | Sequence[Source | Named] | Mapping[str, Source]) -> tuple[Packed, ...]:
+    """The functions with distinct names: those a mapping gives, else their own, numbered where several are the same."""
     if isinstance(functions, Mapping):
-        packed = tuple(_pack_one(source, name) for name, source in functions.items())
+        given: list[Source | Named] = [Named(name=name, source=source) for name, source in functions.items()]
     elif isinstance(functions, str) or callable(functions):
-        packed = (_pack_one(functions, None),)
+        given = [functions]
     else:
-        packed = tuple(_pack_one(source, None) for source in functions)
-    if not packed:
+        given = list(functions)
+    if not given:
         raise RewardError("no reward function given; name one, for example 'exact' or 'rewards.py:my_reward'")
-    names = [p.name for p in packed]
+    for source in given:
+        if isinstance(source, str) and given.count(source) > 1:
+            raise RewardError(f"reward {source!r} is given twice; keep one")
+    packed = [_pack_one(g.source, g.name) if isinstance(g, Named) else _pack_one(g, None) for g in given]
+    return tuple(replace(p, name=name) for p, name in zip(packed, _distinct([p.name for p in packed]), strict=True))
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Names that occur several times get numbers: f, g, f become f_1, g, f_2."""
+    found: list[str] = []
     for name in names:
-        if names.count(name) > 1:
-            raise RewardError(f"two reward functions are called `{name}`; give a mapping {{name: function}} instead")
-    return packed
+        numbers = (f"{name}_{i}" for i in count(1))
+        alone = names.count(name) == 1
+        found.append(name if alone else next(n for n in numbers if n not in found and n not in names))
+    return found
 
 
 def _pack_one(source: Source, name: str | None) -> Packed:
+    if name == "":
+        raise RewardError("a reward's name is empty: give one, {name: function}")
+    if isinstance(source, type):
+        raise RewardError(f"reward `{source.__name__}` is a class: give an instance, `{source.__name__}()`")
+    if not callable(source) and not isinstance(source, str):
+        raise RewardError(
+            f"reward `{name or repr(source)}` is a {type(source).__name__}, not a function or the name of one"
+        )
     if callable(source):
-        return Packed(name=name or _name_of(source), pickled=_pickle(source))
+        return Packed(name=name or name_of(source), pickled=_pickle(source))
     if ":" in source:
         module, _, function = source.rpartition(":")
         if not module or not function:
@@ -81,10 +109,11 @@ def _pack_one(source: Source, name: str | None) -> Packed:
     raise RewardError(f"there is no built-in reward {source!r}; {hint}, or name your own as 'file.py:function'")
 
 
-def _name_of(function: Callable[..., Any]) -> str:
-    while hasattr(function, "func"):  # functools.partial
+def name_of(function: Callable[..., Any]) -> str:
+    """What a callable is called: a partial as what it wraps, an object as its class."""
+    while isinstance(function, partial):
         function = function.func
-    return str(getattr(function, "__name__", type(function).__name__))
+    return str(getattr(function, "__name__", type(function).__name__)).strip("<>")  # a lambda's is <lambda>
 
 
 def _pickle(function: Callable[..., Any]) -> bytes:
@@ -95,7 +124,7 @@ def _pickle(function: Callable[..., Any]) -> bytes:
         packed: bytes = cloudpickle.dumps(function)
     except Exception as error:
         raise RewardError(
-            f"reward `{_name_of(function)}` cannot be sent to a worker process ({type(error).__name__}: {error}); move "
+            f"reward `{name_of(function)}` cannot be sent to a worker process ({type(error).__name__}: {error}); move "
             f"it into a file and name it 'file.py:function', or create what it holds inside the call"
         ) from error
     return packed

@@ -23,7 +23,46 @@ class OneTurn:
         return Step(reward=self._task.score(message["content"], self._row), done=True)
 
 
-class TRLEnv:
+class ToolsEnv:
+    """Functions that the policy may call, as TRL's `tools`: the first message without a call ends the episode.
+
+    The row's prompt begins it. What it is worth is for reward functions to say, which see the whole conversation.
+    """
+
+    def __init__(self, tools: Mapping[str, Callable[..., Any]]) -> None:
+        self._tools = dict(tools)
+        for name, tool in self._tools.items():
+            if inspect.iscoroutinefunction(tool):
+                raise EnvError(f"the tool `{name}` is async; make it an ordinary function")
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """What a chat template says of the tools: from type hints and Google-style docstrings, as TRL does."""
+        from transformers.utils import get_json_schema
+
+        return [get_json_schema(tool) for tool in self._tools.values()]
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
+        prompt = row.get("prompt", "")
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+
+    def step(self, message: Message) -> Step:
+        calls = find_calls(message["content"], tuple(self._tools))
+        if not calls:
+            return Step(reward=self.final_reward(), done=True)
+        answers = [answer_call(call, self._tools) for call in calls]
+        failed = sum(not well for _, well in answers)
+        return Step(
+            messages=[said for said, _ in answers],
+            counts={"tool_calls": float(len(calls)), "tool_failures": float(failed)},
+        )
+
+    def final_reward(self) -> float | None:
+        """What an episode is worth when it ends or a limit cuts it off: nothing of its own."""
+        return None
+
+
+class TRLEnv(ToolsEnv):
     """A class as TRL's `environment_factory` takes it, unchanged.
 
     It is made without arguments. `reset(**row)` may return a text, which is put behind the last message of the row's
@@ -33,54 +72,26 @@ class TRLEnv:
 
     def __init__(self, factory: Callable[[], Any]) -> None:
         self._env = factory()
-        self._tools = {
-            name: method
-            for name, method in inspect.getmembers(self._env, inspect.ismethod)
-            if not name.startswith("_") and name not in ("reset", "get_reward")
-        }
         if not hasattr(self._env, "reset"):
             raise EnvError(f"{type(self._env).__name__} has no `reset`, which an environment needs")
-        for name, method in self._tools.items():
-            if inspect.iscoroutinefunction(method):
-                raise EnvError(f"the tool `{name}` of {type(self._env).__name__} is async; make it an ordinary method")
-
-    @property
-    def tools(self) -> list[dict[str, Any]]:
-        """What a chat template says of the tools: from type hints and Google-style docstrings, as TRL does."""
-        from transformers.utils import get_json_schema
-
-        return [get_json_schema(method) for method in self._tools.values()]
+        methods = inspect.getmembers(self._env, inspect.ismethod)
+        super().__init__({n: m for n, m in methods if not n.startswith("_") and n not in ("reset", "get_reward")})
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
         told = self._env.reset(**row)
-        prompt = row.get("prompt", "")
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        messages = [dict(message) for message in super().reset(row, seed)]
         if told is not None:
             if not isinstance(told, str):
                 raise BadReply(f"{type(self._env).__name__}.reset returned a {type(told).__name__}, not a text or None")
             messages[-1]["content"] = f"{messages[-1]['content']}{told}"
         return messages
 
-    def step(self, message: Message) -> Step:
-        calls = find_calls(message["content"], tuple(self._tools))
-        if not calls:
-            return Step(reward=self._reward(), done=True)
-        answers = [answer_call(call, self._tools) for call in calls]
-        failed = sum(not well for _, well in answers)
-        return Step(
-            messages=[said for said, _ in answers],
-            counts={"tool_calls": float(len(calls)), "tool_failures": float(failed)},
-        )
-
     def final_reward(self) -> float | None:
-        """What an episode that is cut off by a limit is worth."""
-        return self._reward()
+        """What the environment says the episode is worth."""
+        if hasattr(self._env, "get_reward"):
+            return self._env.get_reward()
+        return getattr(self._env, "reward", None)
 
     def view(self) -> Mapping[str, Any]:
         """The attributes that reward functions see."""
         return vars(self._env)
-
-    def _reward(self) -> float | None:
-        if hasattr(self._env, "get_reward"):
-            return self._env.get_reward()
-        return getattr(self._env, "reward", None)

@@ -45,6 +45,17 @@ class Rows(Protocol):
     def __iter__(self) -> Iterator[Row]: ...
 
 
+def rows_of_columns(columns: Mapping[str, Any]) -> list[Row]:
+    """Rows from a mapping of columns, as `datasets.Dataset.from_dict` takes it: {"prompt": [...], "answer": [...]}."""
+    lengths = {name: len(values) for name, values in columns.items() if isinstance(values, list | tuple)}
+    if not columns or len(lengths) < len(columns) or len(set(lengths.values())) > 1:
+        raise RowError(
+            "rows given as a mapping are columns, lists of the same length: {'prompt': [...], 'answer': [...]}; a single "
+            "row is a list with one dict"
+        )
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
 class ListRows:
     """Rows that are in memory already."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from rolecall.errors import UserError
 from rolecall.recipes.audit.records import Finding, Rolled, Setup, error, ok, skipped, warning
 from rolecall.recipes.audit.tokens import encoded, quoted, share
+from rolecall.recipes.collect import run_state
 from rolecall.recipes.sampling import as_completion
 from rolecall.rewards.records import Sample, Scored
 from rolecall.tasks.rows import place_of
@@ -65,7 +66,7 @@ def probe(setup: Setup, golds: Mapping[int, str], rolled: Rolled) -> tuple[list[
     tries = [t for row in rows for t in _tries(setup, row, golds)]
     try:
         samples = [_sample(setup, t, number) for number, t in enumerate(tries)]
-        scored = setup.reward.score(samples, state={"global_step": 0})
+        scored = setup.reward.score(samples, state=run_state(setup.options, None, 0))
     except UserError as problem:
         return [], str(problem)
     by_row: dict[int, list[tuple[_Try, Scored]]] = {row: [] for row in rows}

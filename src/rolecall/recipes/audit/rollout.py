@@ -12,8 +12,9 @@ from rolecall.policy.token_text import token_bytes
 from rolecall.recipes.audit.records import Finding, Rolled, Scores, Setup, TokenSample, error, ok, skipped, warning
 from rolecall.recipes.audit.rows import Prompts
 from rolecall.recipes.audit.tokens import named, quoted, share
+from rolecall.recipes.collect import run_state
 from rolecall.recipes.sampling import answer_text, as_completion, prompt_request, trajectory_of
-from rolecall.rewards.records import Reward, Sample
+from rolecall.rewards.records import Sample
 from rolecall.tasks.rows import place_of
 from rolecall.train.data import RowOrder
 from rolecall.types import Finish, Request, Trajectory
@@ -64,7 +65,7 @@ def roll(setup: Setup, prompts: Prompts, *, scored: bool = True) -> Rolled:
                 sample_index=c.sample,
             )
         )
-    scores, failure = score_twice(setup.reward, samples) if scored else (None, "the reward cannot be used")
+    scores, failure = score_twice(setup, samples) if scored else (None, "the reward cannot be used")
     return Rolled(
         rows=rows,
         requests=requests,
@@ -77,12 +78,13 @@ def roll(setup: Setup, prompts: Prompts, *, scored: bool = True) -> Rolled:
     )
 
 
-def score_twice(reward: Reward, samples: Sequence[Sample]) -> tuple[Scores | None, str]:
+def score_twice(setup: Setup, samples: Sequence[Sample]) -> tuple[Scores | None, str]:
     """The rewards of the same answers, two times; or None and why not."""
+    reward, state = setup.reward, run_state(setup.options, None, 0)
     try:
-        first = reward.score(samples, state={"global_step": 0})
+        first = reward.score(samples, state=state)
         start = perf_counter()
-        second = reward.score(samples, state={"global_step": 0})
+        second = reward.score(samples, state=state)
     except UserError as problem:  # the wrong number of rewards, a column that is not there
         return None, str(problem)
     seconds = perf_counter() - start
