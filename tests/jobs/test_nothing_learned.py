@@ -90,7 +90,13 @@ def same(completions, **kwargs):
 def test_scores_that_are_all_the_same_train_nothing(tmp_path, rows, drop):
     settings = {"steps": 2, "samples": 2, "algorithm.drop_flat": drop}
     lines = ends(
-        tmp_path, rolecall.rl, "nothing has trained in 2 steps: ", "scored the same", rows=str(rows), reward=same, **settings
+        tmp_path,
+        rolecall.rl,
+        "nothing has trained in 2 steps: ",
+        "scored the same",
+        rows=str(rows),
+        reward=same,
+        **settings,
     )
     assert [line["reward"] for line in lines] == [1.0, 1.0]
 
