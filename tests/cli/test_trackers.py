@@ -53,6 +53,6 @@ def test_a_tracker_that_cannot_start_leaves_a_place_where_the_run_can_be_tried_a
 
     how = {"rows": "sorting", "steps": 1, "batch": 2, "quiet": True, "out": str(tmp_path / "run")}
     monkeypatch.setattr(Accelerator, "init_trackers", refused)
-    with pytest.raises(UserError, match="wandb cannot start: not logged in; or leave out save.trackers"):
+    with pytest.raises(UserError, match=r"wandb cannot start: not logged in; or leave out save\.trackers"):
         rolecall.sft(**how, **{"save.trackers": ("wandb",)})
     assert rolecall.sft(**how).outcome.exit_code == 0
