@@ -55,11 +55,12 @@ def _import_tqdm_quietly() -> None:
     """In a notebook without ipywidgets, tqdm warns in red of bars that nobody asked for."""
     import sys
     import warnings
+    from importlib import import_module
 
     if "ipykernel" in sys.modules and "tqdm.auto" not in sys.modules:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            import tqdm.auto  # noqa: F401
+            import_module("tqdm.auto")
 
 
 def __dir__() -> list[str]:
