@@ -17,7 +17,7 @@ $(STAMPS)/venv:
 
 $(STAMPS)/dev: $(STAMPS)/venv pyproject.toml constraints.txt
 	$(PIP) torch
-	$(PIP) -e '.[dev,lora,tasks,agents,marl,plot]'
+	$(PIP) -e '.[dev,lora,tasks,agents,marl,plot,track]'
 	@ls /usr/lib/*/libtcmalloc* >/dev/null 2>&1 || echo "optional: apt-get install libtcmalloc-minimal4 makes updates on a CPU faster; rolecall env says how to use it"
 	@touch $@
 

@@ -47,7 +47,20 @@ def __getattr__(name: str) -> Any:
         return import_module("rolecall.train.callbacks").Callback
     if name not in _JOBS:
         raise AttributeError(f"module 'rolecall' has no attribute {name!r}")
+    _import_tqdm_quietly()
     return getattr(import_module(f"rolecall.jobs.{name}"), name)
+
+
+def _import_tqdm_quietly() -> None:
+    """In a notebook without ipywidgets, tqdm warns in red of bars that nobody asked for."""
+    import sys
+    import warnings
+    from importlib import import_module
+
+    if "ipykernel" in sys.modules and "tqdm.auto" not in sys.modules:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import_module("tqdm.auto")
 
 
 def __dir__() -> list[str]:
