@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from rolecall.look.charts import is_number
+from rolecall.look.charts import ACCURACY, PAIRS, is_number
 from rolecall.look.run import RunFiles
 from rolecall.visible import visible_text
 
@@ -94,8 +94,8 @@ def _results(run: RunFiles) -> list[str]:
     names = [name for name in last if name.startswith("eval_") and is_number(last[name])]
     rows = [(n.removeprefix("eval_"), _number(first.get(n)), _number(last[n])) for n in names]
     told = ["On rows that were not trained on:", _table(["", f"step {first['step']}", f"step {last['step']}"], rows)]
-    if "eval_accuracy" in names:
-        told.append("`accuracy` is the share of greedy answers that score 1 or more; `reward` is their mean score.")
+    if "eval_accuracy" in names and run.command not in PAIRS:
+        told.append(f"`accuracy` is {ACCURACY}; `reward` is their mean score.")
     return told
 
 
