@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rolecall.jobs.generate import generate as generate
     from rolecall.jobs.marl import marl as marl
     from rolecall.jobs.play import play as play
+    from rolecall.jobs.push import push as push
     from rolecall.jobs.report import report as report
     from rolecall.jobs.rescore import rescore as rescore
     from rolecall.jobs.rl import rl as rl
@@ -31,6 +32,7 @@ _JOBS = (
     "generate",
     "marl",
     "play",
+    "push",
     "report",
     "rescore",
     "rl",

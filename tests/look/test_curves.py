@@ -85,3 +85,21 @@ def test_labels_are_text():
     html, _ = curve_cards("c", [chart])
     assert "<b>" not in html.replace("<b>1</b>", "")
     assert "<script>" not in html
+
+
+def test_numbers_that_never_change_are_listed_and_not_drawn():
+    main, rest = charts(steps(loss=[1.0, 1.0], entropy=[1.0, 2.0], mine=[3.0, 3.0], gone=[None, 4.0]), [], [])
+    drawn, data = curve_cards("x", [*main, *rest])
+    assert [title for title in ("Loss", "Entropy", "mine", "gone") if f"<h4>{title}</h4>" in drawn] == ["Entropy"]
+    assert "Numbers that never changed (3)" in drawn
+    assert "<dt>mine</dt><dd>3</dd>" in drawn
+    assert len(data.value) == 1
+    assert "<h4>Loss</h4>" in curve_cards("x", main, always=1)[0], "the first is shown whatever it does"
+    assert "<h4>Loss</h4>" in curve_cards("x", charts(steps(loss=[1.0]), [], [])[0])[0], "one step is no flat line"
+
+
+def test_accuracy_is_explained_but_not_as_that_of_pairs():
+    evaluations = [{"step": i, "eval_accuracy": i / 4} for i in range(3)]
+    for pairs in (False, True):
+        (chart,) = charts([], evaluations, [], pairs=pairs)[0]
+        assert ("share of greedy answers that score 1 or more" in chart.about) != pairs

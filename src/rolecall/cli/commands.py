@@ -115,6 +115,12 @@ COMMANDS = (
         run="rolecall.cli.report:run",
     ),
     Command(
+        name="push",
+        about="a run's model on the Hugging Face hub, with a card made from the run",
+        options="rolecall.config.push:PushOptions",
+        run="rolecall.cli.push:run",
+    ),
+    Command(
         name="env",
         about="versions and hardware, to paste into a bug report",
         options="rolecall.config.env:EnvOptions",

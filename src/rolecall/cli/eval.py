@@ -6,6 +6,7 @@ import sys
 from rolecall.cli.train import display
 from rolecall.config.eval import EvalOptions
 from rolecall.jobs.eval import run as evaluate
+from rolecall.look.charts import ACCURACY
 from rolecall.visible import visible_text
 
 
@@ -21,7 +22,8 @@ def run(options: EvalOptions) -> int:
     else:
         width = max(map(len, found.numbers))
         for name, value in found.numbers.items():
-            print(f"{name:{width}}  {value:.4f}")
+            graded = name == "accuracy" and any(score not in (0, 1, None) for score in found.scores)
+            print(f"{name:{width}}  {value:.4f}{f'  ({ACCURACY})' if graded else ''}")
     if found.numbers["failed"]:
         print(f"{found.numbers['failed']:.1%} of the rewards failed", file=sys.stderr)
     return 0

@@ -7,7 +7,7 @@ text alone does not say what is meant: `none`, lists, and values in mappings who
     --prompt a --prompt b           a list of texts: the flag once for each
     --sampling.stop_ids 1,2         a list of numbers: commas, or the flag once for each; '' is the empty list
     --chat_template_kwargs.x true   a key of a mapping, read as YAML
-    runs/first                      the one option of a command that may be written without its flag
+    runs/first me/repo              options of a command that may be written without their flags, in their order
 """
 
 from collections import deque
@@ -166,10 +166,11 @@ class _Reader:
 
     def _stray(self, word: str) -> None:
         key = word.partition("=")[0]
+        bare = next((option.key for option in self._bare if option.key not in self.line.given), None)
         if "=" in word and (key in self._options or nearest(key.lstrip("+"), self.section)):
             self.problems.append(f"unexpected {word!r}: write it as --{word}")
-        elif self._bare and not word.startswith("-") and self._bare[0].key not in self.line.given:
-            self.line.given[self._bare[0].key] = word
+        elif bare is not None and not word.startswith("-"):
+            self.line.given[bare] = word
         elif word.startswith("-") and word.lstrip("-").replace("-", "_") in self._options:
             self.problems.append(f"unexpected {word!r}: write it as -{word}")
         else:

@@ -43,7 +43,8 @@ def help_text(command: str, section: Section, *, presets: tuple[str, ...], about
             lines += _entry(
                 "--preset NAME", f"Settings by name; a file is stronger. One of: {', '.join(presets)}.", width
             )
-        lines += _entry("--dry-run", "Check everything, show the resulting settings, and stop.", width)
+        if not any(option.key == "dry_run" for option in section.options()):
+            lines += _entry("--dry-run", "Check everything, show the resulting settings, and stop.", width)
         lines += _entry("--help [KEY]", "This list, or all about one key or section.", width)
     return "\n".join(lines)
 

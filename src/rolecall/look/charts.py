@@ -94,14 +94,18 @@ _KNOWN: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Learning rate", "As the schedule sets it.", (("learning_rate", "rate"),)),
 )
 _EVALUATED = ("eval_reward", "eval_accuracy", "eval_return")
+ACCURACY = "the share of greedy answers that score 1 or more"
+"""What `eval_accuracy` is, which a graded reward does not say by itself."""
+PAIRS = ("rm", "dpo")
+"""Commands whose accuracy is of pairs instead."""
 _ALIASES = frozenset({"loss/total", "loss/grad_norm", "policy/entropy", "clip_ratio/region_mean", "lost_lines"})
 _PHASES = ("generate", "reward", "score", "rest of collect", "update", "sync", "evaluate", "save")
 
 
 def charts(
-    steps: Sequence[Line], evaluations: Sequence[Line], timing: Sequence[Line]
+    steps: Sequence[Line], evaluations: Sequence[Line], timing: Sequence[Line], *, pairs: bool = False
 ) -> tuple[list[Chart], list[Chart]]:
-    """The curves that everybody wants, and one for each other number."""
+    """The curves that everybody wants, and one for each other number. `pairs`: the accuracy is of pairs, not of answers."""
     numbers = _Numbers(steps)
     main: list[Chart] = []
     used: set[str] = set(_ALIASES)
@@ -110,7 +114,8 @@ def charts(
     evaluated = _Numbers(evaluations)
     for name in _EVALUATED if len(evaluated.xs) > 1 else ():
         word = name.removeprefix("eval_")
-        main += evaluated.chart(f"Evaluated {word}", "On what is not trained on.", [(name, word)])
+        about = "On what is not trained on" + (f": {ACCURACY}." if word == "accuracy" and not pairs else ".")
+        main += evaluated.chart(f"Evaluated {word}", about, [(name, word)])
     for title, about, lines in _KNOWN:
         used |= {name for name, _ in lines}
         main += numbers.chart(title, about, lines)

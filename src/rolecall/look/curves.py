@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from math import ceil, floor, isfinite, log10
 
 from rolecall.look.charts import Chart, Series
-from rolecall.look.page import Data, text
+from rolecall.look.page import Data, facts, text
 
 _WIDTH, _HEIGHT = 360, 150
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 8, 20
@@ -15,10 +15,14 @@ _Scale = Callable[[float], float]
 """From a number to a place in the picture."""
 
 
-def curve_cards(name: str, charts: Sequence[Chart]) -> tuple[str, Data]:
-    """The cards, and the numbers for the script. `name` is unique on the page."""
+def curve_cards(name: str, charts: Sequence[Chart], *, always: int = 0) -> tuple[str, Data]:
+    """The cards, and the numbers for the script. `name` is unique on the page.
+
+    Numbers that never change are a folded list of their values, except the first `always` charts.
+    """
     cards, held = [], {}
-    for i, chart in enumerate(charts):
+    flat = [chart for i, chart in enumerate(charts) if i >= always and is_flat(chart)]
+    for i, chart in enumerate(chart for chart in charts if chart not in flat):
         short = _thinned(chart)
         key = f"{name}-{i}"
         cards.append(_card(key, short))
@@ -26,8 +30,19 @@ def curve_cards(name: str, charts: Sequence[Chart]) -> tuple[str, Data]:
             "xs": list(short.xs),
             "series": [{"label": s.label, "ys": [_short(y) for y in s.ys]} for s in short.series],
             "box": [_LEFT, _TOP, _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM, _WIDTH],
+            "range": None if chart.stacked else _range(short)[1:],
         }
-    return f'<div class="cards">{"".join(cards)}</div>', Data(id=f"curves-{name}", value=held)
+    drawn = f'<div class="cards">{"".join(cards)}</div>' if cards else ""
+    if flat:
+        values = {f"{c.title}: {s.label}" if len(c.series) > 1 else c.title: _last(s) for c in flat for s in c.series}
+        drawn += f"<details><summary>Numbers that never changed ({len(values)})</summary>{facts(values)}</details>"
+    return drawn, Data(id=f"curves-{name}", value=held)
+
+
+def is_flat(chart: Chart) -> bool:
+    """Whether there are several steps, and no line ever moves."""
+    values = [{y for y in series.ys if y is not None} for series in chart.series]
+    return not chart.stacked and len(chart.xs) > 1 and all(len(held) <= 1 for held in values)
 
 
 def in_words(chart: Chart) -> str:
@@ -73,11 +88,8 @@ def _card(key: str, chart: Chart) -> str:
 
 
 def _drawn(chart: Chart) -> str:
-    tops = _stacked(chart.series) if chart.stacked else [list(s.ys) for s in chart.series]
-    there = [y for ys in tops for y in ys if y is not None]
-    low, high = (min(there), max(there)) if there else (0.0, 1.0)
-    ticks = _ticks(min(low, 0.0) if chart.stacked or _near_zero(low, high) else low, high)
-    low, high = min(ticks[0], low), max(ticks[-1], high)
+    tops = _tops(chart)
+    ticks, low, high = _range(chart)
     x0, x1 = (chart.xs[0], chart.xs[-1]) if chart.xs else (0, 1)
 
     def x(step: float) -> float:
@@ -101,6 +113,18 @@ def _drawn(chart: Chart) -> str:
         shapes = [_line(i, chart.xs, ys, x, y) for i, ys in enumerate(tops)]
     cross = f'<line class="cross" x1="0" x2="0" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
     return "".join([*marks, *shapes, cross])
+
+
+def _tops(chart: Chart) -> list[list[float | None]]:
+    return _stacked(chart.series) if chart.stacked else [list(s.ys) for s in chart.series]
+
+
+def _range(chart: Chart) -> tuple[list[float], float, float]:
+    """(ticks, lower end, upper end) of the axis."""
+    there = [y for ys in _tops(chart) for y in ys if y is not None]
+    low, high = (min(there), max(there)) if there else (0.0, 1.0)
+    ticks = _ticks(min(low, 0.0) if chart.stacked or _near_zero(low, high) else low, high)
+    return ticks, min(ticks[0], low), max(ticks[-1], high)
 
 
 def _line(i: int, xs: Sequence[int], ys: Sequence[float | None], x: _Scale, y: _Scale) -> str:

@@ -43,7 +43,8 @@ def text(value: object) -> str:
 
 def page(*, title: str, lead: str = "", sections: Sequence[Section], data: Sequence[Data] = ()) -> str:
     """One self-contained page. `lead` is HTML below the title."""
-    style, script = _asset("page.css"), _asset("page.js")
+    style = _asset("page.css")
+    script = f'"use strict";\n(() => {{\n{_asset("page.js")}\n{_asset("curves.js")}}})();'
     links = "".join(f'<li><a href="#{s.id}">{text(s.title)}</a></li>' for s in sections if s.level == 1)
     navigation = f'<nav aria-label="Sections"><ul>{links}</ul></nav>' if links else ""
     return f"""<!doctype html>

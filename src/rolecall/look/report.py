@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolecall.look.charts import Chart, charts, is_number
+from rolecall.look.charts import ACCURACY, PAIRS, Chart, charts, is_number
 from rolecall.look.curves import curve_cards
 from rolecall.look.demo import demo_runs, demo_table
 from rolecall.look.page import Data, Section, facts, page, table, text
@@ -67,10 +67,10 @@ def run_parts(run: RunFiles, *, prefix: str = "", level: int = 1, shown_steps: i
     def section(name: str, title: str, body: str) -> Section:
         return Section(id=f"{prefix}{name}", title=title, body=body, level=level)
 
-    main, rest = charts(run.steps, run.evaluations, run.timing)
+    main, rest = charts(run.steps, run.evaluations, run.timing, pairs=run.command in PAIRS)
     if run.config.get("samples") == 1:  # one answer is always like itself
         main = [chart for chart in main if chart.name != "flat-groups"]
-    cards, data = curve_cards(f"{prefix}curves", main)
+    cards, data = curve_cards(f"{prefix}curves", main, always=1)
     more, more_data = curve_cards(f"{prefix}more", rest)
     if rest:
         cards += f"<details><summary>All other numbers ({len(rest)})</summary>{more}</details>"
@@ -134,7 +134,10 @@ def _before_after(run: RunFiles, *, held_out: bool) -> str:
         else:
             head = ["evaluation", f"step {last['step']}"]
             rows = [(n.removeprefix("eval_"), _told(last[n])) for n in names]
-        parts.append(table(head, rows, numbers=1, caption=caption))
+        shown = table(head, rows, numbers=1, caption=caption)
+        if "eval_accuracy" in names and run.command not in PAIRS:
+            shown += f'<p class="note">accuracy: {ACCURACY}</p>'
+        parts.append(f"<div>{shown}</div>")
     elif held_out:
         parts.append(
             '<p class="note">No evaluation was made on held-out rows; <code>eval.every</code> turns it on.</p>'

@@ -1,5 +1,3 @@
-"use strict";
-(() => {
   const make = (tag, attributes = {}, ...children) => {
     const element = document.createElement(tag);
     for (const [name, value] of Object.entries(attributes)) {
@@ -20,50 +18,6 @@
     return String(Number(value.toPrecision(size >= 1000 ? 6 : 4)));
   };
   const signed = (value) => (typeof value === "number" && value > 0 ? "+" : "") + number(value);
-
-  // ---- curves: the chart is there already; the script reads out the numbers under the pointer or the arrow keys ----
-  const curve = (plot, chart) => {
-    const { xs, series, box } = chart;
-    if (!xs.length) return;
-    const cross = plot.querySelector(".cross");
-    const values = [...plot.parentElement.querySelectorAll(".key b")];
-    const at = plot.parentElement.querySelector(".at");
-    const svg = plot.querySelector("svg");
-    const span = xs[xs.length - 1] - xs[0] || 1;
-    const last = xs.length - 1;
-    let index = last;
-    const show = (i, active) => {
-      index = i;
-      const x = box[0] + ((xs[i] - xs[0]) / span) * box[2];
-      cross.setAttribute("x1", x);
-      cross.setAttribute("x2", x);
-      plot.classList.toggle("at", active);
-      series.forEach((s, k) => (values[k].textContent = number(s.ys[i])));
-      at.textContent = `step ${xs[i]}`;
-      plot.setAttribute("aria-valuenow", xs[i]);
-      plot.setAttribute("aria-valuetext", `step ${xs[i]}: ${series.map((s) => `${s.label} ${number(s.ys[i])}`).join(", ")}`);
-    };
-    const under = (event) => {
-      const frame = svg.getBoundingClientRect();
-      const x = ((event.clientX - frame.left) / frame.width) * box[4];
-      const wanted = xs[0] + ((x - box[0]) / box[2]) * span;
-      let best = 0;
-      xs.forEach((value, i) => { if (Math.abs(value - wanted) < Math.abs(xs[best] - wanted)) best = i; });
-      show(best, true);
-    };
-    plot.addEventListener("pointermove", under);
-    plot.addEventListener("pointerdown", under);
-    plot.addEventListener("pointerleave", () => show(last, document.activeElement === plot));
-    plot.addEventListener("focus", () => show(index, true));
-    plot.addEventListener("blur", () => show(last, false));
-    plot.addEventListener("keydown", (event) => {
-      const move = { ArrowLeft: -1, ArrowRight: 1, ArrowDown: -1, ArrowUp: 1, PageDown: -10, PageUp: 10, Home: -Infinity, End: Infinity }[event.key];
-      if (move === undefined) return;
-      event.preventDefault();
-      show(Math.min(last, Math.max(0, index + move)), true);
-    });
-    show(last, false);
-  };
 
   // ---- the token view ----
   class View {
@@ -371,8 +325,4 @@
     }
   }
 
-  for (const block of document.querySelectorAll("script[data-kind=curves], script[id^=curves]")) {
-    for (const [id, chart] of Object.entries(JSON.parse(block.textContent))) curve(document.getElementById(id), chart);
-  }
   for (const root of document.querySelectorAll("[data-view]")) new View(root);
-})();
