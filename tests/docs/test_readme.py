@@ -29,7 +29,7 @@ def shell_lines(page):
 
 
 def rolecall_calls():
-    for page in ("README.md", "docs/quickstart.md"):
+    for page in ("README.md", "docs/quickstart.md", "docs/from-trl.md", "docs/from-verl.md"):
         for line in shell_lines(page):
             words = shlex.split(line, comments=True)
             if words and words[0] == "rolecall" and words[1:] != ["--version"]:
