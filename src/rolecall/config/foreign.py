@@ -115,10 +115,13 @@ def _defaults(given: Any) -> dict[str, Any]:
     """What the attributes are in an object made without arguments, `__post_init__` and all."""
     if isinstance(given, Mapping) or not is_dataclass(given):
         return {}
-    try:
-        return _attributes(type(given)())  # type: ignore[misc]
-    except Exception:  # its author's: it needs an argument, or a device that is not there
-        return {f.name: f.default for f in fields(given)}
+    kind: Any = type(given)
+    for how in ({}, {"bf16": False}):  # TRL's wants bfloat16 by default, and refuses it where there is no GPU
+        try:
+            return _attributes(kind(**how))
+        except Exception:  # its author's: it needs an argument, or a device that is not there
+            continue
+    return {f.name: f.default for f in fields(given)}
 
 
 _LORA = {

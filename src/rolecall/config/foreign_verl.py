@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rolecall.config.foreign import Differs, Foreign, Settings, choice, differs, made, same, unused
+from rolecall.config.foreign import Differs, Settings, choice, differs, made, same, unused
 
 _ESTIMATORS = {
     "grpo": "grpo",
@@ -22,6 +22,8 @@ _AGGREGATES = {
         "learning rate to match"
     ),
 }
+
+_ADAPTIVE = Differs("`algorithm.kl_target` takes its place and is the KL per answer, where target_kl is that per token")
 
 
 def _file(key: str) -> Any:
@@ -96,13 +98,6 @@ def _kl_kind(switch: str) -> Any:
     return convert
 
 
-def _adaptive(name: str, key: str) -> Foreign:
-    def convert(value: Any, given: Settings) -> Settings:
-        return {key: value} if given.get("algorithm.kl_ctrl.type") == "adaptive" else {}
-
-    return made(name, (key,), convert)
-
-
 def _or_never(key: str) -> Any:
     return lambda value, _: {key: max(0, int(value))}
 
@@ -153,9 +148,9 @@ VERL = (
     made("algorithm.use_kl_in_reward", ("algorithm.kl_in",), _kl_in("reward", "algorithm.kl_ctrl.kl_coef")),
     made("algorithm.kl_penalty", ("algorithm.kl_kind",), _kl_kind("algorithm.use_kl_in_reward")),
     made("algorithm.kl_ctrl.kl_coef", ("algorithm.kl_coef",), _kl_coef("algorithm.use_kl_in_reward")),
-    choice("algorithm.kl_ctrl.type", "algorithm.kl_target", {"fixed": {}, "adaptive": {}}),
-    _adaptive("algorithm.kl_ctrl.target_kl", "algorithm.kl_target"),
-    _adaptive("algorithm.kl_ctrl.horizon", "algorithm.kl_horizon"),
+    choice("algorithm.kl_ctrl.type", "algorithm.kl_target", {"fixed": {}, "adaptive": _ADAPTIVE}),
+    made("algorithm.kl_ctrl.target_kl", ("algorithm.kl_target",), lambda value, _: {}),  # verl's adaptive type only
+    made("algorithm.kl_ctrl.horizon", ("algorithm.kl_horizon",), lambda value, _: {}),
     differs(
         "algorithm.filter_groups.enable",
         ["algorithm.resample", "algorithm.drop_flat"],
@@ -204,7 +199,12 @@ VERL = (
     unused("rollout.tensor_model_parallel_size", _PLACEMENT),
     unused("rollout.gpu_memory_utilization", _PLACEMENT),
     unused("rollout.log_prob_micro_batch_size_per_gpu", _PLACEMENT, "optim.token_budget"),
-    same("rollout.val_kwargs.n", "eval.samples"),
+    differs(
+        "rollout.val_kwargs.n",
+        ["eval.samples"],
+        "`eval.samples` takes its place, at the temperature of training and beside a greedy answer to each row",
+        off=(1,),
+    ),
     made("rollout.multi_turn.max_assistant_turns", ("agent.max_turns",), lambda v, _: {"agent.max_turns": v}),
     same("trainer.total_epochs", "epochs"),
     same("trainer.total_training_steps", "steps"),

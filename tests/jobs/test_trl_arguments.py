@@ -1,0 +1,133 @@
+"""The Python functions take what TRL's trainers take, under their names."""
+
+import json
+
+import pytest
+
+import rolecall
+from rolecall.errors import UserError
+from rolecall.tasks.env_adapters import ToolsEnv
+
+ROWS = [{"prompt": [{"role": "user", "content": f"{a}+1="}], "solution": str(a + 1)} for a in range(4)]
+SMALL = {"model": "tiny", "quiet": True, "train_dataset": ROWS, "num_generations": 2, "max_completion_length": 4}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def accuracy(prompts, completions, solution, **kwargs):
+    return [
+        float(c[-1]["content"].strip() == s) + len(c[-1]["content"]) for c, s in zip(completions, solution, strict=True)
+    ]
+
+
+def add(a: int, b: int) -> int:
+    """
+    Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+
+    Returns:
+        Their sum.
+    """
+    return a + b
+
+
+def spoken(completions, **kwargs):
+    """A reward over the whole conversation, which sees who said what."""
+    assert all(c[0]["role"] == "assistant" and {m["role"] for m in c} <= {"assistant", "tool"} for c in completions)
+    return [float(sum(len(m["content"]) for m in c)) for c in completions]
+
+
+def test_a_trainers_arguments_train():
+    run = rolecall.rl(
+        **SMALL,
+        reward_funcs=[accuracy, lambda completions, **kwargs: [0.0 for _ in completions]],
+        reward_weights=[1.0, 0.5],
+        per_device_train_batch_size=4,
+        max_steps=1,
+        output_dir="out",
+    )
+    assert run.path.name == "out"
+    config = json.loads((run.path / "config.json").read_text())
+    assert (config["prompts"], config["samples"], config["steps"]) == (2, 2, 1)
+    assert config["sampling"]["max_new_tokens"] == 4
+    assert {"rewards/accuracy/mean", "rewards/lambda/mean"} <= set(run.metrics[-1])
+
+
+def test_tools_are_an_environment():
+    run = rolecall.rl(**SMALL, tools=[add], reward_funcs=spoken, max_steps=1, prompts=2)
+    config = json.loads((run.path / "config.json").read_text())
+    assert config["env"] == "(given in Python) tools add"
+    assert run.metrics[-1]["agents/turns"] >= 1
+    assert run.metrics[-1]["rewards/failed"] == 0
+    assert rolecall.eval(model=str(run.path), rows=ROWS, tools=[add], reward=spoken, n=2).numbers["reward"] > 0
+
+
+def test_the_policy_calls_tools_until_it_answers():
+    env = ToolsEnv({"add": add})
+    assert env.reset(ROWS[0], 0) == ROWS[0]["prompt"]
+    assert env.tools[0]["function"]["name"] == "add"
+    called = env.step(
+        {"role": "assistant", "content": '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'}
+    )
+    assert (called.messages, called.done) == ([{"role": "tool", "name": "add", "content": "3"}], False)
+    assert called.counts == {"tool_calls": 1.0, "tool_failures": 0.0}
+    ended = env.step({"role": "assistant", "content": "3"})
+    assert (ended.done, ended.reward) == (True, None)
+
+
+class Counter:
+    """An environment of TRL's kind."""
+
+    def reset(self, **row) -> str | None:
+        self.told = 0
+
+    def tell(self, number: int) -> str:
+        """
+        Tell a number.
+
+        Args:
+            number: The number.
+
+        Returns:
+            A word.
+        """
+        self.told = number
+        return "good"
+
+    def get_reward(self) -> float:
+        return 1.0 + self.told
+
+
+def test_an_environment_factory_is_an_environment():
+    run = rolecall.rl(**SMALL, environment_factory=Counter, max_steps=1, prompts=2)
+    assert run.metrics[-1]["rewards/env/mean"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"rows": "addition"}, "`train_dataset` is `rows` under another name; keep one"),
+        ({"reward": "exact", "reward_funcs": accuracy}, "`reward_funcs` is `reward` under another name; keep one"),
+        ({"tools": [add]}, "`tools` say nothing of what an episode is worth: give a `reward` function, too"),
+        ({"tools": [add], "reward": spoken, "env": Counter}, "make them methods of its class"),
+        ({"tools": ["add"], "reward": spoken}, r"tools are functions, as in tools=\[add\], got 'add'"),
+        ({"environment_factory": {"a": Counter}}, "a run has one environment"),
+        ({"samples": 4, "reward": accuracy}, "`num_generations` in the call sets `samples`, and so does `samples`"),
+        ({"reward": accuracy, "num_generaton": 4}, "unknown key `num_generaton` in the call: did you mean"),
+    ],
+)
+def test_what_does_not_go_together_is_one_sentence(given, sentence):
+    with pytest.raises(UserError, match=sentence):
+        rolecall.rl(**SMALL, **given)
+
+
+def test_sft_takes_them_too():
+    rows = [{"prompt": "1+1=", "completion": "2"}] * 4
+    run = rolecall.sft(model="tiny", train_dataset=rows, per_device_train_batch_size=2, max_steps=1, quiet=True)
+    assert json.loads((run.path / "config.json").read_text())["batch"] == 2
