@@ -94,6 +94,15 @@ def test_what_cannot_be_found_is_said_and_never_waited_for(name):
     assert "1 used 1 times" in drawn.why
 
 
+def test_a_group_is_used_up_to_its_limit_of_age_and_not_beyond():
+    """Sampled by version 0 and allowed 5 versions: version 5 may still replay it."""
+    for version, expected in ((4, [1]), (5, [1]), (6, [])):
+        held = buffer(max_staleness=5)
+        held.add([stored(1, version=0)])
+        assert numbers(held.draw(1, version=version, step=0)) == expected
+        assert len(held) == len(expected)
+
+
 def test_the_oldest_make_room():
     held = buffer(size=3)
     held.add([stored(i) for i in range(5)])

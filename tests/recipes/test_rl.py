@@ -11,7 +11,7 @@ from learners import ROWS, STOP, Plain, learner_of, options_of, weights_of
 import rolecall
 from rolecall.jobs import rl
 from rolecall.maths.roles import Role, Verdict
-from rolecall.policy.model import PolicyModel
+from rolecall.policy.model import Outputs, PolicyModel
 from rolecall.recipes.algorithms import need
 from rolecall.recipes.prepare import Preparer
 from rolecall.recipes.rl import engine_weights
@@ -156,6 +156,28 @@ def test_the_ratio_is_exactly_1_under_detach_and_close_to_it_under_recompute():
             assert old is rollout.batch.behaviour_logprobs
         assert abs(learner.metrics()["policy/ratio"] - 1) <= limit
         assert 0 < learner.metrics()["sampling/sampling_logp_difference/max"] < 1e-4, source
+
+
+@pytest.mark.parametrize("place", ["reward", "loss"])
+def test_the_weight_of_the_kl_rises_step_by_step(place):
+    """By the step alone, so that a run that goes on finds it where it was."""
+    options = small("grpo", **{"algorithm.kl_coef": 0.6, "algorithm.kl_warmup": 3, "algorithm.kl_in": place})
+    learner, late = (learner_of(options, count_a, script=script) for _ in range(2))
+    for step, expected in enumerate((0.2, 0.4, 0.6, 0.6)):
+        rollout = learner.collect(step)
+        terms = rollout.algorithm.loss(_zeros(rollout), rollout.batch)
+        if place == "loss":
+            assert terms["kl"].coef == pytest.approx(expected)
+        learner.update(rollout)
+        assert rollout.kl_coef == learner.metrics()["kl_coef"] == pytest.approx(expected)
+        if step == 0:
+            late.load_state_dict(learner.state_dict())
+    assert late.collect(1).kl_coef == pytest.approx(0.4)
+
+
+def _zeros(rollout):
+    zeros = torch.zeros(rollout.batch.ids.shape)
+    return Outputs(zeros, zeros, None)
 
 
 def test_kl_in_the_reward_reaches_advantages_and_kl_in_the_loss_is_a_term():
