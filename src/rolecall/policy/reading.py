@@ -63,7 +63,12 @@ def hidden_states(model: Any, ids: Tensor) -> Tensor:
 def logit_map(model: Any) -> LogitMap:
     """What the model does to its raw logits. Raises UserError if that, or its attention, is not what training needs."""
     if model not in _tried:
-        _tried[model] = _try(model)
+        try:
+            _tried[model] = _try(model)
+        except UserError:
+            raise
+        except Exception as error:  # a family that needs pictures, another model's states, or a length of its own
+            raise _refused(model, f"it cannot be run on token ids alone ({str(error).strip().split(chr(10))[0]})") from error
     return _tried[model]
 
 
