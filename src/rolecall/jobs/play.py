@@ -11,7 +11,7 @@ from rolecall.config.play import PlayOptions
 from rolecall.jobs.agents import EnvSource, env_label, episode_rows, open_arena, open_envs
 from rolecall.jobs.rl import sampler
 from rolecall.jobs.running import model_directory
-from rolecall.policy.load import load
+from rolecall.policy.load import load, reading
 from rolecall.policy.token_text import token_texts
 from rolecall.recipes.episodes import EnvOnly
 from rolecall.types import Finish, Trajectory
@@ -61,7 +61,7 @@ def run(
         found = train if test is None else test
         chosen = [found[i] for i in range(min(options.n, len(found)))]
         envs = open_envs(source, options.agent, stack)
-        policy = load(model_directory(options.model))
+        policy = load(model_directory(options.model), **reading(options.policy))
         arena = open_arena(
             envs, options.agent, policy=policy, engine=sampler(policy, options), reward=EnvOnly(), chat=options.chat
         )

@@ -48,7 +48,7 @@ from rolecall.jobs.running import (
     unless_stopped,
 )
 from rolecall.policy.heads import Critic, RewardModel, ScalarHead
-from rolecall.policy.load import LoadedModel, load
+from rolecall.policy.load import LoadedModel, load, reading
 from rolecall.policy.lora import add_adapter, has_adapter, merged
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.token_text import token_bytes
@@ -269,7 +269,9 @@ def _stored_answers(options: RLOptions, policy: LoadedModel, engine: Engine, acc
 def open_policy(name: str, options: Any) -> LoadedModel:
     """The model to train, with an adapter if the options ask for one."""
     how = options.policy
-    policy = load(model_directory(name), dtype=how.dtype, gradient_checkpointing=how.gradient_checkpointing)
+    policy = load(
+        model_directory(name), dtype=how.dtype, gradient_checkpointing=how.gradient_checkpointing, **reading(how)
+    )
     if how.lora_rank is not None:
         alpha = how.lora_alpha if how.lora_alpha is not None else 2.0 * how.lora_rank
         policy = add_adapter(policy, rank=how.lora_rank, alpha=alpha, seed=options.seed)
@@ -279,7 +281,7 @@ def open_policy(name: str, options: Any) -> LoadedModel:
 def _module(policy: LoadedModel, options: RLOptions) -> PolicyModel:
     o = options.algorithm
     if o.critic == "shared":
-        return PolicyModel(policy.model, value_head=ScalarHead(policy.model.config.hidden_size))
+        return PolicyModel(policy.model, value_head=ScalarHead(policy.model.get_output_embeddings().in_features))
     if o.critic == "separate":
         if o.critic_from is not None:
             critic = Critic.from_reward_model(RewardModel.load(model_directory(o.critic_from)))

@@ -99,6 +99,14 @@ def refused_code(error: BaseException) -> bool:
     return "trust_remote_code" in str(error)
 
 
+def brings_code(name: str) -> LoadError:
+    """The sentence for that."""
+    return LoadError(
+        f"model {name!r} brings Python code of its own, which is not run: read it and, if you trust it, "
+        "give --policy.trust_remote_code"
+    )
+
+
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
     """Reading a model is not worth a progress bar on everybody's terminal."""

@@ -23,7 +23,7 @@ from rolecall.config.parts import ChatOptions
 from rolecall.config.rm import RMOptions
 from rolecall.maths.losses import bradley_terry
 from rolecall.policy.heads import RewardModel
-from rolecall.policy.load import Dtype, load
+from rolecall.policy.load import Dtype, load, reading
 from rolecall.policy.packing import micro_batches, right_padded
 from rolecall.rewards.model import RewardSettings, encode_answer, score_ids, write_settings
 from rolecall.tasks.builtin import preference_rows
@@ -78,11 +78,16 @@ def start_model(options: RMOptions) -> RewardModel:
     p = options.policy
     directory = Path(options.model).expanduser()
     if (directory / "config.json").is_file():
-        architectures = AutoConfig.from_pretrained(directory).architectures or [""]
+        architectures = AutoConfig.from_pretrained(directory, trust_remote_code=p.trust_remote_code).architectures or [
+            ""
+        ]
         if "SequenceClassification" in architectures[0]:
-            return RewardModel.load(directory, dtype=p.dtype, gradient_checkpointing=p.gradient_checkpointing)
+            return RewardModel.load(
+                directory, dtype=p.dtype, gradient_checkpointing=p.gradient_checkpointing, **reading(p)
+            )
     return RewardModel.from_policy(
-        load(options.model, dtype=p.dtype, gradient_checkpointing=p.gradient_checkpointing), seed=options.seed
+        load(options.model, dtype=p.dtype, gradient_checkpointing=p.gradient_checkpointing, **reading(p)),
+        seed=options.seed,
     )
 
 

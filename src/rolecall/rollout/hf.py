@@ -20,11 +20,11 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from rolecall.policy.load import cast_weights
+from rolecall.policy.reading import outputs_of
 from rolecall.rollout.engine import check_requests, check_weights, in_order, weights_hash
 from rolecall.rollout.sampler import draw, row_keys, uniforms
 from rolecall.rollout.stops import StopRule
 from rolecall.types import Completion, Finish, Request, Sampling
-
 
 _log = logging.getLogger("rolecall")
 
@@ -125,7 +125,7 @@ class HFEngine:
         gaps = []
         for request, answer in zip(requests, answers, strict=True):
             ids = torch.tensor([[*request.prompt_ids, *answer.ids]])
-            logits = self._model(input_ids=ids).logits[0, -len(answer.ids) - 1 : -1].float()
+            logits = outputs_of(self._model, ids).logits[0, -len(answer.ids) - 1 : -1].float()
             expected = logits.log_softmax(-1).gather(1, ids[0, -len(answer.ids) :, None])[:, 0]
             gaps.append((torch.tensor(answer.behaviour_logprobs) - expected).abs())
         return bool(torch.cat(gaps).max() <= _AGREE.get(self._dtype, 0.1))
@@ -147,14 +147,16 @@ class HFEngine:
         ends = _Ends(drawer, stops, limit)
         if way == "plain":
             while None in ends.finish:
-                scores = self._model(input_ids=ids).logits[:, -1].float()
+                scores = outputs_of(self._model, ids).logits[:, -1].float()
                 ids = torch.cat([ids, drawer(ids, scores).argmax(-1, keepdim=True)], dim=1)
                 ends(ids, scores)
         else:
             self._model.generate(
                 ids,
                 attention_mask=present,
-                generation_config=GenerationConfig(do_sample=False, max_new_tokens=limit, pad_token_id=0, use_cache=True),
+                generation_config=GenerationConfig(
+                    do_sample=False, max_new_tokens=limit, pad_token_id=0, use_cache=True
+                ),
                 logits_processor=LogitsProcessorList([drawer]),
                 stopping_criteria=StoppingCriteriaList([ends]),
             )
