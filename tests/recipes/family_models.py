@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from rolecall.policy.load import load
 from rolecall.policy.model import PolicyModel
+from rolecall.policy.reading import outputs_of
 from rolecall.policy.tiny import PAD_ID, TURN_END_ID, TURN_START_ID, tiny_tokenizer
 from rolecall.recipes.guard import Guard
 from rolecall.rollout.open import open_engine
@@ -31,13 +32,14 @@ _SIZES: dict[int, str] = {
     "linear_num_key_heads num_experts_per_token top_k_experts index_n_heads n_mamba_heads moe_top_k",
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads num_experts "
     "num_encoder_attention_heads num_decoder_attention_heads num_local_experts n_routed_experts "
-    "moe_num_experts linear_num_value_heads mamba_n_heads mamba_num_heads linear_num_heads index_topk",
+    "moe_num_experts linear_num_value_heads mamba_n_heads mamba_num_heads linear_num_heads",
     8: "head_dim attention_head_size d_kv kv_channels attention_head_dim v_head_dim qk_nope_head_dim qk_rope_head_dim "
     "index_head_dim linear_key_head_dim linear_value_head_dim mamba_d_state state_size ssm_state_size linear_head_dim "
     "mamba_head_dim dim_head global_head_dim hidden_size_per_layer_input",
     16: "kv_lora_rank q_lora_rank mamba_d_head mamba_headdim qk_head_dim o_lora_rank sliding_window window_size "
     "attention_window_size",
     264: "vocab_size vocab_size_per_layer_input",
+    64: "index_topk",
     CONTEXT: "max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length max_target_positions",
     1: "n_group topk_group n_groups mamba_n_groups first_k_dense_replace num_nextn_predict_layers n_shared_experts "
     "num_shared_experts num_hash_layers num_dense_layers",
@@ -46,6 +48,7 @@ _SMALL = {name: size for size, names in _SIZES.items() for name in names.split()
 _SMALL |= {"eos_token_id": TURN_END_ID, "pad_token_id": PAD_ID, "bos_token_id": TURN_START_ID}
 _SMALL |= {"logit_scale": 0.7, "logits_scaling": 1.7, "lm_head_multiplier": 1.4, "embedding_multiplier": 1.3}
 _SMALL |= {"final_logit_softcapping": 3.0, "output_logit_soft_cap": 3.0, "residual_multiplier": 0.9, "scale_emb": 2}
+_SMALL |= {"is_decoder": True, "causal": True}
 _COUNTS_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 
 _QWEN4 = {
@@ -93,9 +96,9 @@ _MORE: list[tuple[str, dict[str, Any]]] = [
     ("lfm2_moe", {"layer_types": ["conv", "full_attention"]}),
     ("zaya", {"num_experts_per_tok": 1}),
     ("zamba zamba2", _ZAMBA),
-    ("xlstm", {"num_blocks": 2, "chunk_size": 16}),
-    ("reformer", {"is_decoder": True, "axial_pos_embds": False, "num_buckets": 4}),
-    ("roc_bert", {"pronunciation_vocab_size": 40, "shape_vocab_size": 40}),
+    ("xlstm", {"num_blocks": 2, "chunk_size": 16, "qk_dim_factor": 1.0}),
+    ("reformer", {"axial_pos_embds": False, "num_buckets": 4}),
+    ("roc_bert", {"pronunciation_vocab_size": 264, "shape_vocab_size": 264}),
     ("cohere_compass_text", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}),
     ("dbrx", {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}}),
     ("dbrx", {"ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}}),
@@ -120,7 +123,7 @@ def tiny_of(family: str, *, seed: int = 0) -> Any:
                 if parameter.dim() < 2:
                     parameter += 0.05 * torch.randn_like(parameter)
                 elif (std := float(parameter.std())) > 0:
-                    width = parameter.shape[-1] if len(parameter) != _SMALL["vocab_size"] else 4
+                    width = parameter.shape[-1] if len(parameter) != _SMALL["vocab_size"] else 16
                     parameter *= max(1.0, width**-0.5 / std)
     model.generation_config = GenerationConfig(eos_token_id=TURN_END_ID)
     return model
@@ -143,7 +146,7 @@ def _small(config: Any) -> dict[str, Any]:
     for name, value in values.items():
         if hasattr(value, "to_dict"):
             found[name] = type(value)(**_small(value)).to_dict()
-        elif name in _SMALL and (type(value) in (int, float) or name.endswith("_token_id")):
+        elif name in _SMALL and (type(value) in (int, float, bool) or name.endswith("_token_id")):
             found[name] = _SMALL[name]
     layers = next((values[n] for n in _COUNTS_LAYERS if values.get(n)), 0)
     per_layer = {n: v for n, v in values.items() if isinstance(v, list) and layers and len(v) == layers}
@@ -161,6 +164,8 @@ def save_tiny(family: str, directory: Path) -> Any:
     """Write the model with the byte tokenizer as a model directory, and return it as transformers has it."""
     model = tiny_of(family)
     model.save_pretrained(directory)
+    if family in ("emu3", "mllama"):  # their text model alone has no name of its own
+        small_config(family).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return model.eval()
 
@@ -173,7 +178,7 @@ def rows_of(lengths: Sequence[int]) -> list[Tensor]:
 @torch.no_grad()
 def own_logprobs(model: Any, row: Tensor) -> Tensor:
     """log p(token t | tokens < t) for t > 0 by the model's own logits, the row alone."""
-    logits = model(input_ids=row[None]).logits[0, :-1].double()
+    logits = outputs_of(model, row[None]).logits[0, :-1].double()
     return logits.log_softmax(-1).gather(1, row[1:, None])[:, 0]
 
 
@@ -209,7 +214,7 @@ def check_family(family: str, directory: Path, *, steps: int = 2) -> str:
             sampled = torch.tensor(trajectory.behaviour_logprobs[1:])
             chosen = torch.isfinite(sampled) & (torch.arange(len(sampled)) + 1 >= trajectory.turns[0][0])
             assert chosen.any()
-            torch.testing.assert_close(again[chosen], sampled[chosen], atol=5e-4, rtol=1e-4)
+            torch.testing.assert_close(again[chosen], sampled[chosen], atol=2e-3, rtol=0)
         learner.update(rollout)
         metrics = learner.metrics()
         assert isfinite(metrics["loss"]), metrics

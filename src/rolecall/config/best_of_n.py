@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rolecall.config.parts import ChatOptions, EngineOptions, RunOptions, SaveOptions
+from rolecall.config.parts import ChatOptions, EngineOptions, LoadOptions, RunOptions, SaveOptions
 from rolecall.config.sampling import Sampling
 
 
@@ -34,6 +34,7 @@ class BestOfNOptions(RunOptions):
     """Prompts per step; a run that is stopped goes on at a step."""
     sampling: Sampling = field(default_factory=Sampling)
     engine: EngineOptions = field(default_factory=EngineOptions)
+    policy: LoadOptions = field(default_factory=LoadOptions)
     save: SaveOptions = field(default_factory=SaveOptions)
     seed: int = 0
     """Seeds the answers."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from rolecall.config.agents import AgentOptions
-from rolecall.config.parts import ChatOptions, EngineOptions
+from rolecall.config.parts import ChatOptions, EngineOptions, LoadOptions
 from rolecall.config.sampling import Sampling
 
 
@@ -34,6 +34,7 @@ class EvalOptions:
     """Left out: those of the run in `model`."""
     sampling: Sampling = field(default_factory=Sampling)
     engine: EngineOptions = field(default_factory=EngineOptions)
+    policy: LoadOptions = field(default_factory=LoadOptions)
     show: int = 0
     """Print so many rows with their greedy answers."""
     json: bool = False

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rolecall.config.parts import LoadOptions
 from rolecall.config.sampling import Sampling
 
 
@@ -37,6 +38,7 @@ class GenerateOptions:
     """Print one JSON object for each answer, with ids and log-probs."""
     sampling: Sampling = field(default_factory=Sampling)
     """How to draw tokens."""
+    policy: LoadOptions = field(default_factory=LoadOptions)
 
     def __post_init__(self) -> None:
         if not self.prompts and self.prompts_file is None:

@@ -31,7 +31,17 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyOptions:
+class LoadOptions:
+    """How the model is read."""
+
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = "auto"
+    """What transformers computes attention with; `auto` is sdpa where the model supports it, else eager."""
+    trust_remote_code: bool = False
+    """Run Python code that the model's directory or hub repository brings. Read it first: it can do anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions(LoadOptions):
     """How the model is held while it trains."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"

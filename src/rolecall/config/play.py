@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rolecall.config.agents import AgentOptions
-from rolecall.config.parts import ChatOptions, EngineOptions
+from rolecall.config.parts import ChatOptions, EngineOptions, LoadOptions
 from rolecall.config.sampling import Sampling
 
 
@@ -30,6 +30,7 @@ class PlayOptions:
     agent: AgentOptions = field(default_factory=AgentOptions)
     sampling: Sampling = field(default_factory=Sampling)
     engine: EngineOptions = field(default_factory=EngineOptions)
+    policy: LoadOptions = field(default_factory=LoadOptions)
 
     def __post_init__(self) -> None:
         if self.n < 1:

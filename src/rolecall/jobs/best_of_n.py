@@ -18,6 +18,7 @@ from rolecall.jobs.data import by_name, check_prompts, labelled, listed, open_re
 from rolecall.jobs.models import open_model, with_model
 from rolecall.jobs.rl import fingerprint, sampler
 from rolecall.jobs.running import Built, Run, execute, unless_stopped
+from rolecall.policy.load import reading
 from rolecall.recipes.ask import Asker
 from rolecall.recipes.best_of_n import BestOfN
 from rolecall.tasks.rows import ChosenRows
@@ -99,7 +100,7 @@ def _build(
     judge = None
     if judges or options.judge:
         judge = open_reward(judges or options.judge, task_reward, stack, weights=None, **how)
-    policy = open_model(options.model)
+    policy = open_model(options.model, **reading(options.policy))
     check_prompts(found, policy, options.chat)
     engine = sampler(policy, options)
     asker = Asker(

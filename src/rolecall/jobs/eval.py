@@ -20,6 +20,7 @@ from rolecall.jobs.data import RowsSource, by_name, check_prompts, listed, open_
 from rolecall.jobs.models import open_model, with_model
 from rolecall.jobs.prompting import AsMessages, prompting_of
 from rolecall.jobs.rl import sampler
+from rolecall.policy.load import reading
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.episodes import EnvOnly, EpisodeEvaluator
 from rolecall.recipes.evaluate import Evaluation, Evaluator
@@ -91,7 +92,7 @@ def run(
             deadline_s=options.reward_deadline,
             rows=chosen,
         )
-        policy = open_model(options.model)
+        policy = open_model(options.model, **reading(options.policy))
         check_prompts(chosen, policy, chat)
         return Evaluator(
             policy=policy,
@@ -128,7 +129,7 @@ def _episodes(
             how_long = options.reward_deadline
             reward = open_reward(sources, None, stack, weights=None, deadline_s=how_long, rows=chosen)
         envs = open_envs(env, options.agent, stack)
-        policy = open_model(options.model)
+        policy = open_model(options.model, **reading(options.policy))
         chat = prompting_of(options.model).filled(options.chat)
         arena = open_arena(
             envs, options.agent, policy=policy, engine=sampler(policy, options), reward=reward, chat=chat
@@ -146,7 +147,7 @@ def _episodes(
 def _against(options: EvalOptions) -> Reference | None:
     if options.against is None:
         return None
-    return Reference(PolicyModel(open_model(options.against).model))
+    return Reference(PolicyModel(open_model(options.against, **reading(options.policy)).model))
 
 
 def _held_out(source: RowsSource, learned: Mapping[str, Any], options: EvalOptions) -> tuple[Rows, str | None]:

@@ -13,7 +13,7 @@ from rolecall.config.parts import ChatOptions
 from rolecall.errors import UserError
 from rolecall.jobs.models import open_model, with_model
 from rolecall.jobs.prompting import Prompting, prompting_of
-from rolecall.policy.load import LoadedModel
+from rolecall.policy.load import LoadedModel, reading
 from rolecall.policy.render import render
 from rolecall.policy.token_text import token_texts
 from rolecall.recipes.sampling import trajectory_of
@@ -90,7 +90,10 @@ def generate(options: GenerateOptions | None = None, /, **settings: Any) -> list
 def run(options: GenerateOptions) -> Generated:
     """Load the model, render the prompts, sample. Whatever is wrong with the call is found before sampling starts."""
     prompts: list[Prompt] = [*options.prompts, *_read_prompts(options.prompts_file)]
-    loaded, learnt = open_model(options.model, dtype=options.dtype), prompting_of(options.model)
+    loaded, learnt = (
+        open_model(options.model, dtype=options.dtype, **reading(options.policy)),
+        prompting_of(options.model),
+    )
     try:
         requests = [
             Request(

@@ -13,9 +13,10 @@ from typing import Any
 from transformers import AutoConfig
 
 from rolecall.config.given import GIVEN, GivenModel
+from rolecall.config.parts import PolicyOptions
 from rolecall.errors import UserError
 from rolecall.policy.heads import RewardModel
-from rolecall.policy.load import Dtype, LoadedModel, LoadError, load
+from rolecall.policy.load import LoadedModel, LoadError, load, reading
 from rolecall.policy.lora import add_adapter, check_installed, continues, has_adapter, load_adapter, merge
 from rolecall.policy.objects import from_objects
 from rolecall.policy.quantize import quantized
@@ -56,9 +57,9 @@ def model_directory(name: str) -> str:
     return str(found.path)
 
 
-def open_model(name: str, *, dtype: Dtype = "float32", gradient_checkpointing: bool = False) -> LoadedModel:
-    """The model to sample from, or whose weights all train; an adapter is merged into its base."""
-    loaded = _open(name, dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+def open_model(name: str, **how: Any) -> LoadedModel:
+    """The model to sample from, or whose weights all train; an adapter is merged into its base. `how` is for `load`."""
+    loaded = _open(name, **how)
     if not has_adapter(loaded):
         return loaded
     _log.info("the adapter of %s is merged into its base model", name)
@@ -69,9 +70,9 @@ def open_policy(name: str, options: Any) -> LoadedModel:
     """The model to train, with an adapter if the options ask for one."""
     how = options.policy
     if how.lora_rank is None:
-        return open_model(name, dtype=how.dtype, gradient_checkpointing=how.gradient_checkpointing)
+        return open_model(name, **_held(how))
     check_installed()
-    policy = _open(name, dtype=how.dtype, gradient_checkpointing=how.gradient_checkpointing)
+    policy = _open(name, **_held(how))
     alpha = how.lora_alpha if how.lora_alpha is not None else 2.0 * how.lora_rank
     targets = how.lora_targets or "all-linear"
     if has_adapter(policy):
@@ -91,9 +92,9 @@ def open_policy(name: str, options: Any) -> LoadedModel:
     )
 
 
-def open_reward_model(name: str, *, dtype: Dtype = "float32", gradient_checkpointing: bool = False) -> RewardModel:
+def open_reward_model(name: str, **how: Any) -> RewardModel:
     """A reward model, to train on or to start a critic from."""
-    return RewardModel.load(model_directory(name), dtype=dtype, gradient_checkpointing=gradient_checkpointing)
+    return RewardModel.load(model_directory(name), **how)
 
 
 def reward_of_model(name: str, *, weight: float) -> RewardModelReward:
@@ -103,22 +104,28 @@ def reward_of_model(name: str, *, weight: float) -> RewardModelReward:
 
 def start_reward_model(name: str, options: Any) -> RewardModel:
     """A language model with a head of zeros, which prefers nothing; or a reward model that trains on."""
-    how: dict[str, Any] = {
-        "dtype": options.policy.dtype,
-        "gradient_checkpointing": options.policy.gradient_checkpointing,
-    }
+    how = _held(options.policy)
     directory = Path(name if isinstance(name, GivenModel) else model_directory(name)).expanduser()
     if (directory / "config.json").is_file():
-        architectures = AutoConfig.from_pretrained(directory).architectures or [""]
+        architectures = AutoConfig.from_pretrained(
+            directory, trust_remote_code=how["trust_remote_code"]
+        ).architectures or [""]
         if "SequenceClassification" in architectures[0]:
             return open_reward_model(name, **how)
     return RewardModel.from_policy(open_model(name, **how), seed=options.seed)
 
 
-def _open(name: str, *, dtype: Dtype, gradient_checkpointing: bool) -> LoadedModel:
+def _held(policy: PolicyOptions) -> dict[str, Any]:
+    """How a model is loaded to train, as keywords of `load`."""
+    return {"dtype": policy.dtype, "gradient_checkpointing": policy.gradient_checkpointing, **reading(policy)}
+
+
+def _open(name: str, **how: Any) -> LoadedModel:
     """The model as it is, with the adapter that it may carry."""
-    how: dict[str, Any] = {"dtype": dtype, "gradient_checkpointing": gradient_checkpointing}
     if isinstance(name, GivenModel):
+        if how.pop("attention", "auto") != "auto":
+            raise UserError("policy.attention is for models that are loaded: set attn_implementation of the given one")
+        how.pop("trust_remote_code", None)  # its code runs already
         return from_objects(name.model, name.tokenizer, name=str(name), **how)
     if name.startswith(GIVEN):
         raise UserError("this run's model came from Python: resume it from Python too, with the same model")

@@ -12,6 +12,7 @@ from rolecall.jobs.agents import EnvSource, env_label, episode_rows, open_arena,
 from rolecall.jobs.models import open_model, with_model
 from rolecall.jobs.prompting import prompting_of
 from rolecall.jobs.rl import sampler
+from rolecall.policy.load import reading
 from rolecall.policy.token_text import token_texts
 from rolecall.recipes.episodes import EnvOnly
 from rolecall.types import Finish, Trajectory
@@ -61,7 +62,7 @@ def run(
         found = train if test is None else test
         chosen = [found[i] for i in range(min(options.n, len(found)))]
         envs = open_envs(source, options.agent, stack)
-        policy = open_model(options.model)
+        policy = open_model(options.model, **reading(options.policy))
         chat = prompting_of(options.model).filled(options.chat)
         arena = open_arena(
             envs, options.agent, policy=policy, engine=sampler(policy, options), reward=EnvOnly(), chat=chat

@@ -289,7 +289,7 @@ def _stored_answers(options: RLOptions, policy: LoadedModel, engine: Engine, acc
 def _module(policy: LoadedModel, options: RLOptions) -> PolicyModel:
     o = options.algorithm
     if o.critic == "shared":
-        return PolicyModel(policy.model, value_head=ScalarHead(policy.model.config.hidden_size))
+        return PolicyModel(policy.model, value_head=ScalarHead(policy.model.get_output_embeddings().in_features))
     if o.critic == "separate":
         if o.critic_from is not None:
             critic = Critic.from_reward_model(open_reward_model(o.critic_from))

@@ -23,7 +23,7 @@ from rolecall.policy.load import (
     check_finite,
     make_trainable,
 )
-from rolecall.policy.pretrained import read_pretrained
+from rolecall.policy.pretrained import Attention, brings_code, read_pretrained, refused_code
 from rolecall.policy.render import Message, render
 from rolecall.policy.trunk import Trunk
 
@@ -72,7 +72,15 @@ class ScalarModel(nn.Module):
         return cls(trunk=trunk, head=head.to(trunk.device), tokenizer=policy.tokenizer)
 
     @classmethod
-    def load(cls, name: str | Path, *, dtype: Dtype = "float32", gradient_checkpointing: bool = False) -> Self:
+    def load(
+        cls,
+        name: str | Path,
+        *,
+        dtype: Dtype = "float32",
+        gradient_checkpointing: bool = False,
+        attention: Attention = "auto",
+        trust_remote_code: bool = False,
+    ) -> Self:
         """Read a directory written by `save`, or any sequence classifier with one label."""
         directory = Path(name).expanduser()
         if not directory.is_dir():
@@ -80,12 +88,21 @@ class ScalarModel(nn.Module):
         check_directory(directory)
         head = _read_head(directory)
         try:
-            trunk = read_pretrained(AutoModel, str(directory), dtype=dtype, other_tensors=True)
-            tokenizer = AutoTokenizer.from_pretrained(directory)
+            trunk = read_pretrained(
+                AutoModel,
+                str(directory),
+                dtype=dtype,
+                attention=attention,
+                trust_remote_code=trust_remote_code,
+                other_tensors=True,
+            )
+            tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
         except LoadError:
             raise
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # transformers builds what config.json says, wherever that leads
+            if refused_code(error):
+                raise brings_code(str(directory)) from error
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise LoadError(f"model {str(directory)!r} cannot be read: {reason}") from error
         make_trainable(trunk, gradient_checkpointing=gradient_checkpointing)
         model = cls(trunk=trunk, head=head, tokenizer=tokenizer)

@@ -21,9 +21,10 @@ import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from rolecall.config.parts import LoadOptions
 from rolecall.policy.gguf import read_gguf
 from rolecall.policy.headers import FormatError, check_config, check_safetensors
-from rolecall.policy.pretrained import DTYPES, Attention, no_progress_bars, read_pretrained, refused_code
+from rolecall.policy.pretrained import DTYPES, Attention, brings_code, no_progress_bars, read_pretrained, refused_code
 from rolecall.policy.pretrained import Dtype as Dtype
 from rolecall.policy.pretrained import LoadError as LoadError
 from rolecall.policy.tiny import tiny_model, tiny_tokenizer
@@ -92,6 +93,11 @@ def ready(model: Any, tokenizer: Any, *, name: str, gradient_checkpointing: bool
         name=name,
         has_chat_template=tokenizer.chat_template is not None,
     )
+
+
+def reading(options: LoadOptions) -> dict[str, Any]:
+    """The options as keywords of `load`."""
+    return {"attention": options.attention, "trust_remote_code": options.trust_remote_code}
 
 
 def save(loaded: LoadedModel, directory: str | Path) -> None:
@@ -241,7 +247,7 @@ def _read(
         raise
     except Exception as error:  # transformers builds what config.json says, wherever that leads
         if refused_code(error):
-            raise _brings_code(name) from error
+            raise brings_code(name) from error
         if local:
             raise LoadError(
                 f"model {name!r} cannot be read as a causal language model: {_first_line(error)}"
@@ -251,17 +257,10 @@ def _read(
         return model, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:
         if refused_code(error):
-            raise _brings_code(name) from error
+            raise brings_code(name) from error
         raise LoadError(
             f"model {name!r}: its tokenizer cannot be read, add the tokenizer files ({_first_line(error)})"
         ) from error
-
-
-def _brings_code(name: str) -> LoadError:
-    return LoadError(
-        f"model {name!r} brings Python code of its own, which is not run: read it and, if you trust it, "
-        "give --policy.trust_remote_code"
-    )
 
 
 def _converted_gguf(path: Path, cache_dir: str | Path | None) -> Path:

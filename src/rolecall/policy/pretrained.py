@@ -66,8 +66,9 @@ def read_pretrained(
 def _make_causal(config: Any) -> None:
     """Turn off, in place, what a family's configuration keeps for other uses than a causal language model."""
     for part in (config, config.get_text_config()):
-        if getattr(part, "is_decoder", None) is False:
-            part.is_decoder = True  # BERT and its kin attend to both sides unless told so
+        for flag in ("is_decoder", "causal"):  # BERT and its kin, XLM: they attend to both sides unless told so
+            if getattr(part, flag, None) is False:
+                setattr(part, flag, True)
         if getattr(part, "rescale_every", 0):
             part.rescale_every = 0  # RWKV halves its weights in place when it stops training, for fp16
 
@@ -76,6 +77,8 @@ def without_dropout(config: Any) -> Any:
     """The configuration with every dropout rate at 0, set before the modules are built because they copy the rates."""
     for part in (config, config.get_text_config()):
         for key, value in list(vars(part).items()):
+            if part.model_type == "phimoe" and "jitter" in key:
+                continue  # there it is a threshold of the router, noise or not
             if isinstance(value, float) and any(word in key for word in ("dropout", "pdrop", "layerdrop", "jitter")):
                 setattr(part, key, 0.0)
     return config
@@ -94,6 +97,14 @@ def own_memory(model: torch.nn.Module) -> None:
 def refused_code(error: BaseException) -> bool:
     """Whether transformers refused because the model brings code of its own."""
     return "trust_remote_code" in str(error)
+
+
+def brings_code(name: str) -> LoadError:
+    """The sentence for that."""
+    return LoadError(
+        f"model {name!r} brings Python code of its own, which is not run: read it and, if you trust it, "
+        "give --policy.trust_remote_code"
+    )
 
 
 @contextmanager

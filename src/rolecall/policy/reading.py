@@ -47,7 +47,7 @@ def hidden_states(model: Any, ids: Tensor) -> Tensor:
     """[batch, time, width]: what the output layer is given, or a trunk's last hidden states."""
     layer = output_layer(model)
     if layer is None:
-        output = _call(model, ids)
+        output = outputs_of(model, ids)
         return output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
     seen: list[Tensor] = []
 
@@ -56,14 +56,27 @@ def hidden_states(model: Any, ids: Tensor) -> Tensor:
         return (given[0][:, :0],)  # no logits are computed: they would be [batch, time, vocabulary]
 
     with _hooked(layer.register_forward_pre_hook(keep)):
-        _call(model, ids)
+        outputs_of(model, ids)
     return seen[-1]
+
+
+def outputs_of(model: Any, ids: Tensor) -> Any:
+    """The model's own forward pass, without a cache."""
+    accepted = inspect.signature(model.forward).parameters
+    return model(input_ids=ids, **({"use_cache": False} if "use_cache" in accepted else {}))
 
 
 def logit_map(model: Any) -> LogitMap:
     """What the model does to its raw logits. Raises UserError if that, or its attention, is not what training needs."""
     if model not in _tried:
-        _tried[model] = _try(model)
+        try:
+            _tried[model] = _try(model)
+        except UserError:
+            raise
+        except Exception as error:  # a family that needs pictures, another model's states, or a length of its own
+            raise _refused(
+                model, f"it cannot be run on token ids alone ({str(error).strip().split(chr(10))[0]})"
+            ) from error
     return _tried[model]
 
 
@@ -83,10 +96,11 @@ def _try(model: Any) -> LogitMap:
         raise _refused(model, "its attention is not causal: later tokens change the scores of earlier ones")
     raw = torch.linspace(-80, 80, ids.numel() * vocabulary, device=ids.device).view(*ids.shape, vocabulary)
     with _hooked(layer.register_forward_hook(lambda *_: raw)):
-        output = _call(model, ids)
+        output = outputs_of(model, ids)
     logits = getattr(output, "logits", None)
     if logits is None or logits.shape != raw.shape:
         raise _refused(model, "it has no logits of its whole vocabulary for every token")
+    _try_backward(model, ids)
     numbers = {k: v for k, v in _numbers(model) if v}
     scales = [1.0, *(s for k, v in numbers.items() if "logit" in k or "lm_head" in k for s in (v, 1 / v))]
     caps = [None, *(v for k, v in numbers.items() if "cap" in k)]
@@ -97,16 +111,19 @@ def _try(model: Any) -> LogitMap:
     raise _refused(model, "it changes its logits in a way that is not known here")
 
 
+def _try_backward(model: Any, ids: Tensor) -> None:
+    """Run a backward pass down to the first weight that trains; Reformer, for one, has none outside training mode."""
+    first = next((p for p in model.parameters() if p.requires_grad), None)
+    if first is not None:
+        with torch.enable_grad():
+            torch.autograd.grad(hidden_states(model, ids).sum(), first, allow_unused=True)
+
+
 def _numbers(model: Any) -> Iterator[tuple[str, float]]:
     for part in (model.config, model.config.get_text_config()):
         for key, value in vars(part).items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 yield key, float(value)
-
-
-def _call(model: Any, ids: Tensor) -> Any:
-    accepted = inspect.signature(model.forward).parameters
-    return model(input_ids=ids, **({"use_cache": False} if "use_cache" in accepted else {}))
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:

@@ -2,9 +2,14 @@
 
 Slower than the native engine (prompts are prefilled once per sample, rows that end wait for the last one), but the
 random numbers, the log-probs and the reasons to stop are the same.
+
+Not every family can do what is quickest. Some count positions from the left edge of the padding or carry a state through
+it, and some have a cache that is wrong or none. So three ways are tried at first use, and the first whose log-probs are
+those of a plain forward pass is taken: see `_WAYS`.
 """
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -15,10 +20,23 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from rolecall.policy.load import cast_weights
+from rolecall.policy.reading import outputs_of
 from rolecall.rollout.engine import check_requests, check_weights, in_order, weights_hash
 from rolecall.rollout.sampler import draw, row_keys, uniforms
 from rolecall.rollout.stops import StopRule
-from rolecall.types import Completion, Finish, Request
+from rolecall.types import Completion, Finish, Request, Sampling
+
+_log = logging.getLogger("rolecall")
+
+_WAYS = {
+    "padded": "prompts of all lengths together, padded on the left, with the model's cache",
+    "level": "prompts of one length at a time, with the model's cache",
+    "plain": "prompts of one length at a time, every token by a forward pass over the whole answer, which is slow",
+}
+"""How answers are made, the quickest first."""
+
+_AGREE = {torch.bfloat16: 0.1, torch.float32: 5e-4, torch.float64: 1e-6}
+"""How far log-probs of one way may be from those of a plain forward pass."""
 
 
 class HFEngine:
@@ -45,6 +63,7 @@ class HFEngine:
         # What the model's own settings would add to ours: stop ids, penalties, forced tokens.
         self._model.generation_config = GenerationConfig()
         self.version = version
+        self._way: str | None = None  # tried when it is first needed
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -72,16 +91,50 @@ class HFEngine:
         # A call of generate has one set of sampling settings and one limit of tokens, so that no row grows beyond the
         # context while it waits for the others. Prompts of like length go together.
         rows.sort(key=lambda row: (repr(row[0].sampling), len(row[0].prompt_ids)))
-        for (_, limit), group in groupby(rows, key=lambda row: (row[0].sampling, self._limit(row[0]))):
+        way = self._way = self._way or self._find_way()
+
+        def alike_key(row: tuple[Request, int]) -> tuple[Any, ...]:
+            length = 0 if way == "padded" else len(row[0].prompt_ids)
+            return row[0].sampling, self._limit(row[0]), length
+
+        for (_, limit, _), group in groupby(rows, key=alike_key):
             alike = list(group)
             for start in range(0, len(alike), self.max_rows):
-                yield from self._run(alike[start : start + self.max_rows], limit)
+                yield from self._run(alike[start : start + self.max_rows], limit, way)
+
+    def _find_way(self) -> str:
+        for way in _WAYS:
+            if way == "plain" or self._agrees(way):
+                if way != "padded":
+                    _log.info("sampling from %s: %s", type(self._model).__name__, _WAYS[way])
+                return way
+        raise AssertionError
+
+    def _agrees(self, way: str) -> bool:
+        """Whether answers to two short prompts have the log-probs of a plain forward pass."""
+        lengths = (7, 3) if way == "padded" else (7, 7)
+        sampling = Sampling(max_new_tokens=max(1, min(6, self.context_length - 7)), stop_ids=())
+        requests = [
+            Request(prompt_ids=tuple(range(5 + i, 5 + i + n)), sampling=sampling, prompt=i)
+            for i, n in enumerate(lengths)
+        ]
+        try:
+            answers = self._run([(r, 0) for r in requests], sampling.max_new_tokens, way)
+        except Exception:  # a family's generate and cache raise what they like
+            return False
+        gaps = []
+        for request, answer in zip(requests, answers, strict=True):
+            ids = torch.tensor([[*request.prompt_ids, *answer.ids]])
+            logits = outputs_of(self._model, ids).logits[0, -len(answer.ids) - 1 : -1].float()
+            expected = logits.log_softmax(-1).gather(1, ids[0, -len(answer.ids) :, None])[:, 0]
+            gaps.append((torch.tensor(answer.behaviour_logprobs) - expected).abs())
+        return bool(torch.cat(gaps).max() <= _AGREE.get(self._dtype, 0.1))
 
     def _limit(self, request: Request) -> int:
         """The most tokens an answer can have."""
         return min(request.sampling.max_new_tokens, self.context_length - len(request.prompt_ids))
 
-    def _run(self, rows: list[tuple[Request, int]], limit: int) -> list[Completion]:
+    def _run(self, rows: list[tuple[Request, int]], limit: int, way: str) -> list[Completion]:
         sampling = rows[0][0].sampling
         width = max(len(r.prompt_ids) for r, _ in rows)
         ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -92,13 +145,21 @@ class HFEngine:
         drawer = _Drawer(rows, width)
         stops = StopRule.of(sampling, self.stop_ids, self.tokenizer)
         ends = _Ends(drawer, stops, limit)
-        self._model.generate(
-            ids,
-            attention_mask=present,
-            generation_config=GenerationConfig(do_sample=False, max_new_tokens=limit, pad_token_id=0, use_cache=True),
-            logits_processor=LogitsProcessorList([drawer]),
-            stopping_criteria=StoppingCriteriaList([ends]),
-        )
+        if way == "plain":
+            while None in ends.finish:
+                scores = outputs_of(self._model, ids).logits[:, -1].float()
+                ids = torch.cat([ids, drawer(ids, scores).argmax(-1, keepdim=True)], dim=1)
+                ends(ids, scores)
+        else:
+            self._model.generate(
+                ids,
+                attention_mask=present,
+                generation_config=GenerationConfig(
+                    do_sample=False, max_new_tokens=limit, pad_token_id=0, use_cache=True
+                ),
+                logits_processor=LogitsProcessorList([drawer]),
+                stopping_criteria=StoppingCriteriaList([ends]),
+            )
         return [
             Completion(
                 ids=tuple(drawer.tokens[i][: ends.length[i]]),
