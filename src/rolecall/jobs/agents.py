@@ -8,7 +8,7 @@ from rolecall.config.agents import AgentOptions
 from rolecall.config.parts import ChatOptions, HeldOutOptions
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
-from rolecall.jobs.data import RowsSource, check_named
+from rolecall.jobs.data import RowsSource, check_named, check_templates
 from rolecall.policy.load import LoadedModel
 from rolecall.recipes.episodes import Arena
 from rolecall.rewards.records import Reward
@@ -46,6 +46,7 @@ def episode_rows(
     if hasattr(found, "gold"):
         test = found.rows("test", n=evaluation.rows) if evaluation.every else None
         return found.rows("train", n=n, seed=seed), test
+    check_templates(found)
     if not evaluation.every:
         return found, None
     kept, held_out = split(found, held_out=evaluation.held_out)

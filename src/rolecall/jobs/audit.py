@@ -13,12 +13,13 @@ from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
 from rolecall.files import DiskError, write_atomically
 from rolecall.jobs.agents import env_source
-from rolecall.jobs.data import by_name, demonstrated, label, listed, open_reward, prompt_rows, rendered_row, unnamed
+from rolecall.jobs.data import by_name, demonstrated, label, listed, open_reward, prompt_rows, unnamed
 from rolecall.jobs.rl import open_policy, sampler
 from rolecall.look.audit_page import audit_html
 from rolecall.look.tokens import Sample
 from rolecall.maths.roles import Role, Verdict
 from rolecall.recipes.audit import Audit, Setup, Subject, audit_demonstrations, audit_rl
+from rolecall.recipes.rendering import rendered_row
 from rolecall.rewards.calling import text_of
 from rolecall.rewards.records import RewardError
 from rolecall.rewards.sources import BUILT_IN

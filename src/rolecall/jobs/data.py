@@ -10,17 +10,17 @@ from typing import Any
 from rolecall.config.parts import ChatOptions, HeldOutOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel
-from rolecall.policy.render import Rendered, render, render_pair
+from rolecall.policy.row_template import template_kwargs
 from rolecall.recipes.dpo import AnswerPair
-from rolecall.recipes.sampling import prompt_request
+from rolecall.recipes.rendering import rendered_prompt, rendered_row
 from rolecall.rewards.pool import RewardPool
 from rolecall.rewards.records import Reward
 from rolecall.tasks.builtin import demonstrations
-from rolecall.tasks.kinds import Record, kind_of, record
+from rolecall.tasks.kinds import kind_of, record
 from rolecall.tasks.names import resolve
 from rolecall.tasks.rows import ListRows, RowError, Rows, place_of, split
 from rolecall.train.timing import Timer
-from rolecall.types import Sampling, Trajectory
+from rolecall.types import Trajectory
 
 _log = logging.getLogger("rolecall")
 
@@ -164,20 +164,31 @@ def check_prompts(rows: Rows, policy: LoadedModel, chat: ChatOptions) -> None:
             isinstance(prompt, str)
             and prompt
             and len(prompt.encode(errors="replace")) + _SPARE_TOKENS < policy.context_length
+            and not row.get("tools")
+            and not row.get("chat_template_kwargs")
         ):
             continue
         place = place_of(rows, index)
         record(row, "prompt", number=place)
         try:
-            request = prompt_request(policy, row, chat, Sampling(), n=1, seed=0, step=0, prompt=index)
+            ids = rendered_prompt(row, policy=policy, chat=chat).ids
         except Exception as error:  # a chat template is a program of the model's author and may raise anything
             why = "the prompt is empty" if prompt == "" else " ".join(str(error).split())
             raise RowError(f"{place}: the prompt cannot be put to the model: {why}") from error
-        if len(request.prompt_ids) >= policy.context_length:
+        if len(ids) >= policy.context_length:
             raise RowError(
-                f"{place}: the prompt has {len(request.prompt_ids)} tokens but the model's context is "
+                f"{place}: the prompt has {len(ids)} tokens but the model's context is "
                 f"{policy.context_length}; shorten the prompt, or leave out rows that are too long"
             )
+
+
+def check_templates(rows: Rows) -> None:
+    """Refuse tools and template settings that cannot be read, of rows that an environment begins with."""
+    for index in range(min(len(rows), _CHECKED_ROWS)) if {"tools", "chat_template_kwargs"} & {*rows.columns} else ():
+        try:
+            template_kwargs(rows[index])
+        except ValueError as error:
+            raise RowError(f"{place_of(rows, index)}: {error}") from error
 
 
 def demonstrated(source: RowsSource, *, seed: int) -> Rows:
@@ -259,20 +270,3 @@ def rendered_pairs(
         )
     left_out = [f"{n} {why}" for n, why in ((too_long, "too long"), (same, "the same twice")) if n]
     return kept, f"{len(kept)} pairs; left out: {', '.join(left_out)}" if left_out else ""
-
-
-def rendered_row(found: Record, *, policy: LoadedModel, chat: ChatOptions) -> Rendered:
-    """A demonstration as tokens with roles."""
-    how: dict[str, Any] = {
-        "chat_template_kwargs": chat.chat_template_kwargs or None,
-        "stop_ids": policy.stop_ids,
-    }
-    if found.messages is not None:
-        return render(policy.tokenizer, found.messages, train="assistant", system_prompt=chat.system_prompt, **how)
-    if found.text is not None:
-        first, rest = found.text[:1], found.text[1:]
-        return render_pair(policy.tokenizer, first, rest, **how)
-    assert found.prompt is not None
-    assert found.completion is not None
-    system = None if isinstance(found.prompt, str) else chat.system_prompt
-    return render_pair(policy.tokenizer, found.prompt, found.completion, system_prompt=system, **how)

@@ -151,7 +151,7 @@ def _pair(model: RewardModel, row: Mapping[str, Any], settings: RewardSettings, 
         raise RowError(f"row {number}: `margin` must be a finite number, it is {margin!r}")
     try:
         chosen, rejected = (
-            encode_answer(model, found.prompt, answer, settings) for answer in (found.chosen, found.rejected)
+            encode_answer(model, found.prompt, answer, settings, row) for answer in (found.chosen, found.rejected)
         )
     except Exception as error:  # a chat template is a program of the model's author and may raise anything
         raise RowError(f"row {number} cannot be rendered: {error}") from error

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rolecall.policy.row_template import tools_of
 from rolecall.tasks.rows import RowError, Rows
 
 Kind = Literal["prompt", "prompt_completion", "messages", "text", "preference"]
@@ -41,7 +42,7 @@ class Record:
     text: str | None = None
     """A whole text."""
     tools: Sequence[Any] = field(default_factory=tuple)
-    """Tool descriptions, for the chat template."""
+    """JSON schemas of its tools, for the chat template."""
 
 
 def kind_of(rows: Rows) -> Kind:
@@ -83,7 +84,11 @@ def record(row: Mapping[str, Any], kind: Kind, *, number: int | str = 0) -> Reco
         raise RowError(f"{number}: `messages` must be a list of messages, it is a text; name the column `text`")
     if kind == "text" and not isinstance(fields["text"], str):
         raise RowError(f"{number}: `text` must be a text; name a list of messages `messages`")
-    return Record(kind=kind, row=row, tools=row.get("tools") or (), **fields)
+    try:
+        tools = tools_of(row)
+    except ValueError as error:
+        raise RowError(f"{number}: {error}") from error
+    return Record(kind=kind, row=row, tools=tools, **fields)
 
 
 def _checked(row: Mapping[str, Any], name: str, number: str) -> Any:
