@@ -15,6 +15,7 @@ from rolecall.config.rm import RMOptions
 from rolecall.maths.losses import bradley_terry
 from rolecall.policy.heads import Critic, RewardModel
 from rolecall.policy.load import load
+from rolecall.jobs.data import preferences
 from rolecall.recipes.reward_model import (
     Pair,
     RewardModelLearner,
@@ -22,7 +23,6 @@ from rolecall.recipes.reward_model import (
     centre,
     evaluate_reward_model,
     make_pairs,
-    preferences,
     read_checkpoint,
     save_reward_model,
     settings_of,

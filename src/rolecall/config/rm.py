@@ -1,6 +1,7 @@
 """Options of `rolecall rm`."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from rolecall.config.parts import ChatOptions, HeldOutOptions, OptimOptions, PolicyOptions, RunOptions, SaveOptions
 from rolecall.config.plan import steps_plan
@@ -10,6 +11,7 @@ from rolecall.config.plan import steps_plan
 class RMOptions(RunOptions):
     """A reward model from preferences."""
 
+    either: ClassVar[tuple[str, ...]] = ("steps", "epochs")
     model: str = "tiny"
     """What it starts as: a language model, which gets a fresh head (`tiny`, a model directory, a .gguf file, a hub id),
     or the directory of a reward model, which trains on."""
@@ -20,6 +22,8 @@ class RMOptions(RunOptions):
     chat: ChatOptions = field(default_factory=ChatOptions)
     steps: int = 100
     """Optimiser steps."""
+    epochs: float | None = None
+    """Passes over the training rows, in place of steps."""
     batch: int = 32
     """Pairs per step."""
     max_length: int = 1024
@@ -46,6 +50,7 @@ def plan(options: RMOptions) -> str:
     """The batch plan that `--dry-run` prints."""
     return steps_plan(
         options.steps,
+        options.epochs,
         options.batch,
         "pairs",
         max_length=options.max_length,

@@ -144,7 +144,8 @@ Build = Callable[[Any, Accelerator, Timer, ExitStack], Built]
 def execute(command: str, options: Any, build: Build, *, progress: Progress | None = None) -> Run:
     """Run a job from its options: make or resume the run directory, build, loop, write the model and the report."""
     if options.extend:
-        options = replace(options, steps=options.steps + options.extend)
+        passes = {"epochs": None} if options.either else {}
+        options = replace(options, steps=options.steps + options.extend, **passes)
     if progress is None:
         progress = Quiet() if options.quiet else spoken()
     accelerator = _accelerator(options)
@@ -192,6 +193,8 @@ def _execute(command: str, options: Any, build: Build, progress: Progress, accel
         check_new(path.parent, path.name, resume=options.resume, overwrite=options.overwrite)
         built = build(options, accelerator, timer, stack)
         config = configuration(options)
+        if "steps" in config:
+            config["steps"] = built.loop.steps  # those of `epochs`, now that the rows are known
         log = _trackers(accelerator, options, config, path)
         run = None
         if accelerator.is_main_process:
@@ -225,14 +228,15 @@ def _execute(command: str, options: Any, build: Build, progress: Progress, accel
         return Run(path=path, outcome=outcome, metrics=list(lines))
 
 
-def loop_options(options: Any, *, main: str) -> LoopOptions:
-    """When the loop does what; `main` is the evaluation's number to maximise."""
+def loop_options(options: Any, *, main: str, lower: bool = False) -> LoopOptions:
+    """When the loop does what; `main` is the evaluation's number to maximise, or with `lower` to minimise."""
     return LoopOptions(
         steps=options.steps,
         save_every=options.save.every,
         keep=options.save.keep,
         eval_every=options.eval.every,
         main=main,
+        lower=lower,
         stop_at=options.eval.stop_at,
     )
 
@@ -334,11 +338,13 @@ def _resume(path: Path, run: RunDir | None, built: Built, loop: Loop, config: Ma
 
 def _matters(name: str, old: object, new: object, config: Mapping[str, Any]) -> bool:
     """Whether a changed setting changes what is learned from here on."""
+    if name == "epochs":
+        return False  # the number of steps says it
     if name == "steps":
         return bool(config.get("optim", {}).get("schedule", "constant") != "constant")
     if name == "eval.every":
         return bool(old) != bool(new)  # with evaluation, rows without a test split are split
-    return name == "eval.held_out" or not name.startswith(("save.", "eval."))
+    return name in ("eval.held_out", "eval.data") or not name.startswith(("save.", "eval."))
 
 
 def _describe(run: RunDir, command: str, config: Mapping[str, Any], resumed: Resumed | None, *, processes: int) -> None:

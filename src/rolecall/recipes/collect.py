@@ -13,7 +13,7 @@ from rolecall.recipes.ask import Answered, Asker
 from rolecall.rewards.records import Messages, Reward, Scored
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
-from rolecall.train.data import RowOrder
+from rolecall.train.data import order_of
 from rolecall.train.timing import Timer
 from rolecall.types import Trajectory
 
@@ -94,7 +94,7 @@ class Answers:
         """Of every step's prompts, rank r of n takes each n-th, from the r-th on; `all_sum` adds over ranks."""
         self.options, self.policy, self.engine, self.reward, self.rows = options, policy, engine, reward, rows
         self.timer, self.rank, self.ranks, self.all_sum = timer, rank, ranks, all_sum
-        self.order = RowOrder(len(rows), seed=options.seed)
+        self.order = order_of(rows, seed=options.seed)
 
     def collect(self, step: int) -> Collected:
         """Sample answers to the next prompts and score them."""

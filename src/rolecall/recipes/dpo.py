@@ -19,7 +19,7 @@ from rolecall.experience.batches import collate, lengths_of
 from rolecall.maths.losses import dpo
 from rolecall.maths.roles import TrainRule
 from rolecall.policy.packing import micro_batches
-from rolecall.train.data import RowOrder
+from rolecall.train.data import order_of
 from rolecall.train.metrics import Meter
 from rolecall.train.optim import lr_factor, set_lr
 from rolecall.train.reference import Reference
@@ -51,7 +51,7 @@ class DPOLearner:
             )
         self.options, self.updater, self.reference, self.pairs = options, updater, reference, pairs
         self.rule = TrainRule(stop=options.train_stop)
-        self.order = RowOrder(len(pairs), seed=options.seed)
+        self.order = order_of(pairs, seed=options.seed)
         self._metrics: dict[str, float] = {}
 
     def collect(self, step: int) -> Batch:

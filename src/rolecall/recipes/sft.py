@@ -9,7 +9,7 @@ from rolecall.experience.batches import collate
 from rolecall.maths import losses
 from rolecall.maths.roles import TrainRule
 from rolecall.policy.model import Outputs
-from rolecall.train.data import RowOrder
+from rolecall.train.data import order_of
 from rolecall.train.metrics import Meter
 from rolecall.train.optim import lr_factor, set_lr
 from rolecall.train.step import Term, Updater, trained
@@ -33,7 +33,7 @@ class SFTLearner:
             )
         self.options, self.updater, self.demonstrations = options, updater, demonstrations
         self.rule = TrainRule(stop=options.train_stop)
-        self.order = RowOrder(len(demonstrations), seed=options.seed)
+        self.order = order_of(demonstrations, seed=options.seed)
         self._metrics: dict[str, float] = {}
 
     def collect(self, step: int) -> Batch:

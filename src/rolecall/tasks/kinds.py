@@ -18,6 +18,7 @@ _NEEDS: dict[Kind, tuple[str, ...]] = {
     "messages": ("messages",),
     "text": ("text",),
 }
+_ORDER: tuple[Kind, ...] = ("prompt", "prompt_completion", "messages", "text", "preference")
 _MISTAKEN = {"question": "prompt", "problem": "prompt", "instruction": "prompt", "conversations": "messages"}
 
 
@@ -45,19 +46,18 @@ class Record:
     """JSON schemas of its tools, for the chat template."""
 
 
-def kind_of(rows: Rows) -> Kind:
-    """Recognise rows by their columns. A row of verl is a "prompt" row."""
-    if not len(rows):
+def kind_of(rows: Rows, *, among: Sequence[Kind] | None = None, job: str = "training needs") -> Kind:
+    """Recognise rows by their columns; `among` are the kinds that a job takes. A row of verl is a "prompt" row."""
+    if not rows.columns:
         raise RowError("there are no rows")
     for kind, needs in _NEEDS.items():
-        if set(needs) <= set(rows.columns):
+        if (among is None or kind in among) and set(needs) <= set(rows.columns):
             return kind
     known = [(column, _MISTAKEN[column]) for column in rows.columns if column in _MISTAKEN]
     hint = f"rename `{known[0][0]}` to `{known[0][1]}`" if known else "rename the columns"
-    raise RowError(
-        f"the rows have the columns {', '.join(rows.columns)}; training needs `prompt`, `prompt` and `completion`, "
-        f"`messages`, `text`, or `chosen` and `rejected`: {hint}"
-    )
+    *others, last = (" and ".join(f"`{name}`" for name in _NEEDS[kind]) for kind in among or _ORDER)
+    needed = f"{', '.join(others)}, or {last}" if others else last
+    raise RowError(f"the rows have the columns {', '.join(rows.columns)}; {job} {needed}: {hint}")
 
 
 def records(rows: Rows, kind: Kind | None = None) -> Iterator[Record]:

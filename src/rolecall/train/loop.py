@@ -58,6 +58,8 @@ class LoopOptions:
     """Steps between evaluations; 0: never."""
     main: str
     """The evaluation's number that says which checkpoint is best; larger is better."""
+    lower: bool = False
+    """Smaller is better."""
     stop_at: float | None = None
     """End when it reaches this."""
     bad_steps: int = 3
@@ -141,7 +143,7 @@ class Loop:
             if self.evaluate is not None and o.eval_every and (step % o.eval_every == 0 or step == o.steps):
                 score = self._evaluate(step)
                 improved = self.best_step == step
-                reached = o.stop_at is not None and score is not None and score >= o.stop_at
+                reached = o.stop_at is not None and score is not None and not self._beats(o.stop_at, score)
             stopping = bool(self.agree(float(stop.stop_requested)))
             last = stopping or reached or step == o.steps
             if last or improved or (o.save_every and step % o.save_every == 0):
@@ -185,9 +187,12 @@ class Loop:
         shown = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
         self.progress.say(f"evaluation at step {step}: {shown}")
         score = found.get(self.options.main)
-        if score is not None and not isnan(score) and step and (self.best is None or score > self.best):
+        if score is not None and not isnan(score) and step and (self.best is None or self._beats(score, self.best)):
             self.best, self.best_step = score, step
         return score
+
+    def _beats(self, score: float, other: float) -> bool:
+        return score < other if self.options.lower else score > other
 
     def _save(self, step: int, stop: StopSignals) -> None:
         """A checkpoint; if the disk is full the run goes on and tries again at the next one."""
