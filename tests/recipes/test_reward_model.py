@@ -12,10 +12,10 @@ from accelerate import Accelerator
 from rolecall.config.merge import to_dict
 from rolecall.config.parts import ChatOptions, HeldOutOptions, OptimOptions, PolicyOptions
 from rolecall.config.rm import RMOptions
+from rolecall.jobs.data import preferences
 from rolecall.maths.losses import bradley_terry
 from rolecall.policy.heads import Critic, RewardModel
 from rolecall.policy.load import load
-from rolecall.jobs.data import preferences
 from rolecall.recipes.reward_model import (
     Pair,
     RewardModelLearner,

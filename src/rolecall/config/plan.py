@@ -9,7 +9,9 @@ CHUNK_LOGITS = 2**23
 TINY_VOCABULARY = 259
 
 
-def steps_plan(steps: int, epochs: float | None, batch: int, what: str, *, max_length: int, token_budget: int, model: str) -> str:
+def steps_plan(
+    steps: int, epochs: float | None, batch: int, what: str, *, max_length: int, token_budget: int, model: str
+) -> str:
     """The plan of a command that takes one optimiser step per batch of rows."""
     return "\n".join(
         [

@@ -155,7 +155,7 @@ def _evaluated(evaluation: HeldOutOptions, eval_data: Any) -> Any:
 
 def held_out(
     rows: Splits, evaluation: HeldOutOptions, *, seed: int = 0, eval_data: Any = None, task: Any = None
-) -> tuple[Rows, Rows]:
+) -> tuple[Rows, Any]:
     """(rows to train on, rows to evaluate on): those of `eval.data`, or the data's own test split, or a share.
 
     `task` makes rows of a task that is named as `eval.data`.
@@ -242,6 +242,7 @@ def open_judge(
 ) -> tuple[Reward, Reward | None]:
     """(what scores held-out answers, the training reward if that is another one)."""
     if not options.eval.reward:
+        getattr(reward, "check_columns", lambda columns: None)(rows.columns)
         return reward, None
     deadline = options.reward_deadline
     judge = open_reward(options.eval.reward, task_reward, stack, weights=None, deadline_s=deadline, rows=rows)
@@ -318,16 +319,19 @@ _DEMONSTRATIONS: tuple[Kind, ...] = ("prompt_completion", "messages", "text")
 def demonstrated(
     source: RowsSource, *, seed: int, evaluation: HeldOutOptions | None = None, eval_data: Any = None
 ) -> tuple[Rows, Rows | None]:
-    """(rows to imitate, those held out of them): a task's gold answers, of which none are held out, or the user's."""
+    """(rows to imitate, those held out): a task's gold answers, or the user's. None: a task brings its own test rows."""
     found = open_named(source)
-    if not isinstance(found, Splits):
+    if isinstance(found, Splits):
+        demonstration_kind(found.train)
+        check_columns(found.train, "sft")
+        rows = found
+    else:
         n = _EPISODES if hasattr(found, "env") else _TRAIN_ROWS
-        return demonstrations(found, "train", n=n, seed=seed), None
-    demonstration_kind(found.train)
-    check_columns(found.train, "sft")
-    if evaluation is None or not evaluation.every:
-        return found.train, None
-    return held_out(found, evaluation, eval_data=eval_data, task=lambda task: None)
+        rows = Splits(train=demonstrations(found, "train", n=n, seed=seed))
+    given = evaluation is not None and (evaluation.data is not None or eval_data is not None)
+    if evaluation is None or not evaluation.every or not (given or rows is found):
+        return rows.train, None
+    return held_out(rows, evaluation, eval_data=eval_data, task=lambda task: None)
 
 
 def demonstration_kind(rows: Rows) -> Kind:
@@ -356,9 +360,7 @@ def rendered_rows(rows: Rows, policy: LoadedModel, chat: ChatOptions, *, max_len
 
 
 def _demonstration(rendered: Rendered, number: int) -> Trajectory:
-    return Trajectory(
-        ids=rendered.ids, roles=rendered.roles, turns=rendered.turns, author="demonstrator", group=number
-    )
+    return Trajectory(ids=rendered.ids, roles=rendered.roles, turns=rendered.turns, author="demonstrator", group=number)
 
 
 def rendered_pairs(

@@ -1,6 +1,6 @@
 """`rolecall expert-iteration`: sample, keep the good answers, imitate them, again."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from rolecall.config.resume import saved_settings
 from rolecall.jobs.data import (
     by_name,
     check_prompts,
+    eval_named,
     labelled,
     listed,
     open_judge,
@@ -27,6 +28,7 @@ from rolecall.recipes.ask import Asker
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.expert_iteration import ExpertIterationLearner
 from rolecall.rollout.engine import warn_if_support_is_cut
+from rolecall.tasks.sources import RowsSource
 from rolecall.train.progress import Progress
 from rolecall.train.rundir import RunDir
 from rolecall.train.timing import Timer
@@ -34,33 +36,37 @@ from rolecall.train.timing import Timer
 
 def expert_iteration(
     *,
-    rows: str | Sequence[Mapping[str, Any]] | None = None,
+    rows: RowsSource | None = None,
+    eval_data: RowsSource | None = None,
     reward: Any = None,
     progress: Progress | None = None,
     **settings: Any,
 ) -> Run:
     """Expert iteration: `expert_iteration(model="runs/sft-1", rows="data.jsonl", reward=my_reward, steps=5)`.
 
-    `rows` may be a list of dicts, `reward` a function or a list of them. All other settings are those of
+    `rows` and `eval_data` may be lists of dicts, data frames or Hugging Face datasets, `reward` a function or a list of them. All other settings are those of
     `rolecall expert-iteration`, nested or dotted.
     """
     rewards = listed(reward)
-    given = {**settings, **by_name(rows=rows, reward=rewards)}
+    given = {**settings, **by_name(rows=rows, reward=rewards), **eval_named(eval_data)}
     saved = saved_settings(given.get("out")) if given.get("resume") else {}
     options = resolve(ExpertIterationOptions, [("config.json", saved), ("the call", given)]).options
-    return unless_stopped(run(options, rows=unnamed(rows), rewards=rewards or None, progress=progress))
+    given_rows = {"rows": unnamed(rows), "eval_data": unnamed(eval_data)}
+    return unless_stopped(run(options, **given_rows, rewards=rewards or None, progress=progress))
 
 
 def run(
     options: ExpertIterationOptions,
     *,
-    rows: Sequence[Mapping[str, Any]] | None = None,
+    rows: RowsSource | None = None,
+    eval_data: RowsSource | None = None,
     rewards: Sequence[Any] | None = None,
     progress: Progress | None = None,
 ) -> Run:
     """Run from options; rows and rewards that are objects take the place of the named ones."""
     options = labelled(options, rows=rows, reward=rewards)
-    return execute("expert-iteration", options, partial(_build, rows=rows, rewards=rewards), progress=progress)
+    build = partial(_build, rows=rows, eval_data=eval_data, rewards=rewards)
+    return execute("expert-iteration", options, build, progress=progress)
 
 
 def _build(
@@ -69,13 +75,16 @@ def _build(
     timer: Timer,
     stack: ExitStack,
     *,
-    rows: Sequence[Mapping[str, Any]] | None,
+    rows: RowsSource | None,
+    eval_data: RowsSource | None,
     rewards: Sequence[Any] | None,
 ) -> Built:
-    train, test, task_reward = prompt_rows(options.rows if rows is None else rows, options.eval, seed=options.seed)
+    source = options.rows if rows is None else rows
+    found = prompt_rows(source, options.eval, seed=options.seed, eval_data=eval_data)
+    train, test = found.train, found.test
     reward = open_reward(
         rewards or options.reward,
-        task_reward,
+        found.reward,
         stack,
         weights=options.reward_weights,
         deadline_s=options.reward_deadline,
@@ -108,7 +117,7 @@ def _build(
 
     evaluate = None
     if test is not None:
-        judge, beside = open_judge(options, reward, task_reward, stack, rows=test)
+        judge, beside = open_judge(options, reward, found.test_reward, stack, rows=test)
         evaluate = Evaluator(
             policy=policy,
             engine=engine,

@@ -253,7 +253,9 @@ class _Template:
             raise ValueError("roles need the character span of each token, which only fast tokenizers know: use one")
         self.tokenizer = tokenizer
         self.kwargs = dict(kwargs or {})
-        if self.kwargs.get("tools") and _ignores_tools(tokenizer, self.kwargs.get("chat_template"), str(tokenizer.chat_template)):
+        if self.kwargs.get("tools") and _ignores_tools(
+            tokenizer, self.kwargs.get("chat_template"), str(tokenizer.chat_template)
+        ):
             warnings.warn(
                 "the rows or the environment bring tools, but the model's chat template does not show them: the model is "
                 "not told which tools it has; use a model whose template does, or put them into the system message",

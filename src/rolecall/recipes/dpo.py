@@ -41,9 +41,7 @@ class AnswerPair:
 class DPOLearner:
     """The preference side of `train.loop.Learner`."""
 
-    def __init__(
-        self, options: DPOOptions, *, updater: Updater, reference: Reference, pairs: Sequence[AnswerPair]
-    ) -> None:
+    def __init__(self, options: DPOOptions, *, updater: Updater, reference: Reference, pairs: Any) -> None:
         if options.batch < updater.accelerator.num_processes:
             raise ValueError(
                 f"{options.batch} pairs per step cannot be shared by {updater.accelerator.num_processes} processes; "

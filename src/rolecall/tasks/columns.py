@@ -36,6 +36,8 @@ def check_columns(rows: Rows, job: Job) -> None:
     filled = [name for name, value in first.items() if value is not None and value != [] and value != ""]
     for name in filled:
         if name in _PICTURES and job in ("sft", "rm", "dpo"):
-            raise RowError(f"the rows have `{name}`, which {job} cannot show to the model: use rows of text, or drop it")
+            raise RowError(
+                f"the rows have `{name}`, which {job} cannot show to the model: use rows of text, or drop it"
+            )
         if name in _UNUSED[job]:
             _log.warning("the column `%s` is not used to train: %s", name, _UNUSED[job][name])

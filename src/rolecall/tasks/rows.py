@@ -10,6 +10,7 @@ from rolecall.errors import UserError
 
 Row = dict[str, Any]
 
+
 class RowError(UserError):
     """Rows that cannot be read or are not what they should be."""
 

@@ -67,7 +67,7 @@ def named_splits(name: str) -> Splits:
     return Splits(train=read_rows(path))
 
 
-def hub_name(name: str) -> dict[str, str | None] | None:
+def hub_name(name: str) -> dict[str, Any] | None:
     """`owner/name`, `:config` and `@split` of a dataset on the hub; None if the name looks like a path."""
     match = _HUB.fullmatch(name)
     if match is None or Path(match["id"]).parent.is_dir() or name.endswith((*SUFFIXES, ".gz", ".txt")):
@@ -158,9 +158,13 @@ def _reachable(name: str, id: str) -> bool:
     try:
         HfApi().dataset_info(id, timeout=_HUB_TIMEOUT_S)
     except GatedRepoError as error:
-        raise RowError(f"{id} is gated on the Hugging Face hub: ask for access there and log in with `hf auth login`") from error
+        raise RowError(
+            f"{id} is gated on the Hugging Face hub: ask for access there and log in with `hf auth login`"
+        ) from error
     except RepositoryNotFoundError as error:
-        raise RowError(f"there is no file {name}, and no dataset {id} on the Hugging Face hub; check the name") from error
+        raise RowError(
+            f"there is no file {name}, and no dataset {id} on the Hugging Face hub; check the name"
+        ) from error
     except Exception:  # offline mode, no route, a proxy's own page: whatever it is, the hub cannot be asked
         return False
     return True
@@ -177,4 +181,6 @@ def _load(datasets: Any, name: str, id: str, config: str | None, *, local: bool)
                 "there is no copy on this machine"
             ) from error
         why = " ".join(str(error).split())
-        raise RowError(f"the dataset {id} cannot be read: {why[:300]}; `{id}:CONFIG@SPLIT` names a part of it") from error
+        raise RowError(
+            f"the dataset {id} cannot be read: {why[:300]}; `{id}:CONFIG@SPLIT` names a part of it"
+        ) from error

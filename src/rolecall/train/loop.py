@@ -143,7 +143,7 @@ class Loop:
             if self.evaluate is not None and o.eval_every and (step % o.eval_every == 0 or step == o.steps):
                 score = self._evaluate(step)
                 improved = self.best_step == step
-                reached = o.stop_at is not None and score is not None and not self._beats(o.stop_at, score)
+                reached = o.stop_at is not None and score is not None and self._reaches(score, o.stop_at)
             stopping = bool(self.agree(float(stop.stop_requested)))
             last = stopping or reached or step == o.steps
             if last or improved or (o.save_every and step % o.save_every == 0):
@@ -193,6 +193,9 @@ class Loop:
 
     def _beats(self, score: float, other: float) -> bool:
         return score < other if self.options.lower else score > other
+
+    def _reaches(self, score: float, other: float) -> bool:
+        return score == other or self._beats(score, other)
 
     def _save(self, step: int, stop: StopSignals) -> None:
         """A checkpoint; if the disk is full the run goes on and tries again at the next one."""
