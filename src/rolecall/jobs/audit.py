@@ -126,7 +126,7 @@ def _own_answer(row: Mapping[str, Any]) -> str | None:
 
 
 def _sft(options: AuditOptions, given: RowsSource | None) -> Audit:
-    rows = _bounded(demonstrated(options.rows or "addition" if given is None else given, seed=options.seed)[0])
+    rows = _bounded(demonstrated(options.rows or "addition" if given is None else given, seed=options.seed))
     policy = open_policy(options.model, options)
     return audit_demonstrations(
         Subject(options=options, policy=policy, rows=rows),

@@ -269,6 +269,8 @@ def check_prompts(rows: Rows, policy: LoadedModel, chat: ChatOptions) -> None:
         record(row, "prompt", number=place)
         try:
             ids = rendered_prompt(row, policy=policy, chat=chat).ids
+            if not ids:
+                raise ValueError("it has no tokens")
         except Exception as error:  # a chat template is a program of the model's author and may raise anything
             why = "the prompt is empty" if prompt == "" else " ".join(str(error).split())
             raise RowError(f"{place}: the prompt cannot be put to the model: {why}") from error
@@ -316,8 +318,13 @@ def preferences(options: Any, given: Any = None, *, job: Literal["rm", "dpo"] = 
 _DEMONSTRATIONS: tuple[Kind, ...] = ("prompt_completion", "messages", "text")
 
 
-def demonstrated(
-    source: RowsSource, *, seed: int, evaluation: HeldOutOptions | None = None, eval_data: Any = None
+def demonstrated(source: RowsSource, *, seed: int) -> Rows:
+    """Rows to imitate: a task's gold answers, or the user's."""
+    return demonstrated_splits(source, HeldOutOptions(), seed=seed)[0]
+
+
+def demonstrated_splits(
+    source: RowsSource, evaluation: HeldOutOptions, *, seed: int, eval_data: Any = None
 ) -> tuple[Rows, Rows | None]:
     """(rows to imitate, those held out): a task's gold answers, or the user's. None: a task brings its own test rows."""
     found = open_named(source)
@@ -328,8 +335,8 @@ def demonstrated(
     else:
         n = _EPISODES if hasattr(found, "env") else _TRAIN_ROWS
         rows = Splits(train=demonstrations(found, "train", n=n, seed=seed))
-    given = evaluation is not None and (evaluation.data is not None or eval_data is not None)
-    if evaluation is None or not evaluation.every or not (given or rows is found):
+    given = evaluation.data is not None or eval_data is not None
+    if not evaluation.every or not (given or rows is found):
         return rows.train, None
     return held_out(rows, evaluation, eval_data=eval_data, task=lambda task: None)
 

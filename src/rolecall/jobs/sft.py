@@ -18,7 +18,7 @@ from rolecall.jobs.data import (
     by_name,
     check_kind,
     check_prompts,
-    demonstrated,
+    demonstrated_splits,
     eval_named,
     labelled,
     open_reward,
@@ -84,7 +84,7 @@ def _build(
     eval_data: RowsSource | None,
 ) -> Built:
     source = options.rows if rows is None else rows
-    found, held = demonstrated(source, seed=options.seed, evaluation=options.eval, eval_data=eval_data)
+    found, held = demonstrated_splits(source, options.eval, seed=options.seed, eval_data=eval_data)
     policy = open_policy(options.model, options)
     trajectories, too_long = rendered_rows(found, policy, options.chat, max_length=options.max_length)
     if too_long:
