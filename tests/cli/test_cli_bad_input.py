@@ -63,7 +63,7 @@ CALLS = [
     ([*RL, "--rows", "torn.jsonl", "--reward", "exact"], "torn.jsonl, line 2: not a JSON object"),
     ([*RL, "--rows", "list.jsonl", "--reward", "exact"], "list.jsonl, line 2: a row must be a JSON object"),
     ([*RL, "--rows", "none.jsonl", "--reward", "exact"], "none.jsonl holds no rows"),
-    ([*RL, "--rows", "rows.csv", "--reward", "exact"], "convert it to one JSON object per line"),
+    ([*RL, "--rows", "rows.csv", "--reward", "exact"], "rows.csv holds no rows"),
     ([*RL, "--rows", "questions.jsonl", "--reward", "exact"], "rename `question` to `prompt`"),
     ([*RL, "--rows", "number.jsonl", "--reward", "exact"], "number.jsonl, line 3: `prompt` must be a text"),
     ([*RL, "--rows", "missing.jsonl", "--reward", "exact"], "missing.jsonl, line 3: `prompt` must be a text"),
