@@ -8,10 +8,11 @@ import pytest
 import rolecall
 from rolecall.config.parts import ChatOptions
 from rolecall.errors import UserError
-from rolecall.jobs.data import check_prompts, demonstrated, rendered_pairs, rendered_rows
+from rolecall.jobs.data import check_prompts, demonstrated
 from rolecall.policy.heads import RewardModel
 from rolecall.policy.load import load, save
 from rolecall.policy.tiny import tiny_tokenizer
+from rolecall.recipes.rendering import rendered_pairs, rendered_rows
 from rolecall.recipes.reward_model import make_pairs
 from rolecall.rewards.model import RewardModelReward
 from rolecall.rewards.records import Sample

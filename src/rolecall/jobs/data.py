@@ -11,21 +11,18 @@ from typing import Any, Literal
 from rolecall.config.parts import ChatOptions, HeldOutOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel
-from rolecall.policy.render import Rendered
 from rolecall.policy.row_template import template_kwargs
-from rolecall.recipes.dpo import AnswerPair
-from rolecall.recipes.rendering import rendered_prompt, rendered_row
+from rolecall.recipes.rendering import demonstration_kind, rendered_prompt
 from rolecall.rewards.pool import RewardPool
 from rolecall.rewards.records import Reward
 from rolecall.tasks.builtin import demonstrations, preference_rows
 from rolecall.tasks.columns import check_columns
-from rolecall.tasks.kinds import Kind, kind_of, record
+from rolecall.tasks.kinds import kind_of, record
 from rolecall.tasks.names import open_source
-from rolecall.tasks.rows import Row, RowError, Rows, place_of, split
+from rolecall.tasks.rows import RowError, Rows, place_of, split
 from rolecall.tasks.sources import RowsSource, Splits
 from rolecall.tasks.streams import Stream, first_of, head, split_stream
 from rolecall.train.timing import Timer
-from rolecall.types import Trajectory
 
 _log = logging.getLogger("rolecall")
 
@@ -315,9 +312,6 @@ def preferences(options: Any, given: Any = None, *, job: Literal["rm", "dpo"] = 
     return held_out(Splits(train=train), evaluation, eval_data=eval_data, task=pairs_of)
 
 
-_DEMONSTRATIONS: tuple[Kind, ...] = ("prompt_completion", "messages", "text")
-
-
 def demonstrated(source: RowsSource, *, seed: int) -> Rows:
     """Rows to imitate: a task's gold answers, or the user's."""
     return demonstrated_splits(source, HeldOutOptions(), seed=seed)[0]
@@ -339,72 +333,3 @@ def demonstrated_splits(
     if not evaluation.every or not (given or rows is found):
         return rows.train, None
     return held_out(rows, evaluation, eval_data=eval_data, task=lambda task: None)
-
-
-def demonstration_kind(rows: Rows) -> Kind:
-    """What to imitate of rows; those with `messages` beside a prompt are conversations."""
-    return kind_of(rows, among=_DEMONSTRATIONS, job="sft needs rows with")
-
-
-def rendered_rows(rows: Rows, policy: LoadedModel, chat: ChatOptions, *, max_length: int) -> tuple[Any, int]:
-    """(demonstrations as trajectories, how many were left out because they are too long); of a stream, as they come."""
-    kind, limit = demonstration_kind(rows), min(max_length, policy.context_length)
-
-    def made(number: int, row: Row) -> Trajectory | None:
-        found = record(row, kind, number=place_of(rows, number))
-        try:
-            rendered = rendered_row(found, policy=policy, chat=chat)
-        except Exception as error:  # a chat template is a program of the model's author and may raise anything
-            raise RowError(f"{place_of(rows, number)} cannot be rendered: {' '.join(str(error).split())}") from error
-        return _demonstration(rendered, number) if len(rendered.ids) <= limit else None
-
-    if isinstance(rows, Stream):
-        return rows.kept(made), 0
-    kept = [found for number in range(len(rows)) if (found := made(number, rows[number])) is not None]
-    if not kept:
-        raise RowError(f"all {len(rows)} rows are longer than max_length {limit}; raise it or shorten the rows")
-    return kept, len(rows) - len(kept)
-
-
-def _demonstration(rendered: Rendered, number: int) -> Trajectory:
-    return Trajectory(ids=rendered.ids, roles=rendered.roles, turns=rendered.turns, author="demonstrator", group=number)
-
-
-def rendered_pairs(
-    rows: Rows, policy: LoadedModel, chat: ChatOptions, *, max_length: int, limit: int | None = None
-) -> tuple[Any, str]:
-    """(pairs of the first `limit` rows, a sentence about those left out or nothing); of a stream, as they come."""
-    kind_of(rows, among=("preference",), job="a preference needs")
-    longest = min(max_length, policy.context_length)
-    left_out = {"too long": 0, "the same twice": 0}
-
-    def made(number: int, row: Row) -> AnswerPair | None:
-        if row.get("chosen") is not None and row.get("chosen") == row.get("rejected"):
-            left_out["the same twice"] += 1
-            return None
-        found = record(row, "preference", number=place_of(rows, number))
-        try:
-            sides = [
-                rendered_row(replace(found, completion=side), policy=policy, chat=chat)
-                for side in (found.chosen, found.rejected)
-            ]
-        except Exception as error:  # a chat template is a program of the model's author and may raise anything
-            raise RowError(f"{place_of(rows, number)} cannot be rendered: {' '.join(str(error).split())}") from error
-        if max(len(side.ids) for side in sides) > longest:
-            left_out["too long"] += 1
-            return None
-        chosen, rejected = (_demonstration(side, number) for side in sides)
-        return AnswerPair(chosen=chosen, rejected=rejected)
-
-    if isinstance(rows, Stream):
-        return rows.kept(made), ""
-    count = len(rows) if limit is None else min(limit, len(rows))
-    kept = [pair for number in range(count) if (pair := made(number, rows[number])) is not None]
-    if not kept:
-        too_long, same = left_out.values()
-        raise RowError(
-            f"no pair is left of {too_long + same} rows: {too_long} have a side longer than {longest} tokens, in {same} "
-            "both sides are the same; raise max_length, or look at the rows"
-        )
-    said = ", ".join(f"{n} {why}" for why, n in left_out.items() if n)
-    return kept, f"{len(kept)} pairs; left out: {said}" if said else ""

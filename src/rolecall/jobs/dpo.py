@@ -11,12 +11,13 @@ from accelerate import Accelerator
 from rolecall.config.dpo import DPOOptions
 from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
-from rolecall.jobs.data import by_name, eval_named, labelled, preferences, rendered_pairs, steps_of, unnamed
+from rolecall.jobs.data import by_name, eval_named, labelled, preferences, steps_of, unnamed
 from rolecall.jobs.rl import open_policy
 from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, prepared, unless_stopped
 from rolecall.jobs.sft import task_evaluator
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.dpo import DPOLearner
+from rolecall.recipes.rendering import rendered_pairs
 from rolecall.tasks.env_names import is_task
 from rolecall.tasks.sources import RowsSource
 from rolecall.train.progress import Progress

@@ -23,7 +23,6 @@ from rolecall.jobs.data import (
     labelled,
     open_reward,
     prompt_rows,
-    rendered_rows,
     steps_of,
     unnamed,
 )
@@ -32,6 +31,7 @@ from rolecall.jobs.running import Built, Run, build_policy, execute, loop_option
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.episodes import EnvOnly, EpisodeEvaluator
 from rolecall.recipes.evaluate import Evaluator
+from rolecall.recipes.rendering import rendered_rows
 from rolecall.recipes.rl import engine_weights
 from rolecall.recipes.sft import SFTLearner
 from rolecall.tasks.env_names import is_task
