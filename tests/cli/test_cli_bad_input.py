@@ -63,7 +63,7 @@ CALLS = [
     ([*RL, "--rows", "torn.jsonl", "--reward", "exact"], "torn.jsonl, line 2: not a JSON object"),
     ([*RL, "--rows", "list.jsonl", "--reward", "exact"], "list.jsonl, line 2: a row must be a JSON object"),
     ([*RL, "--rows", "none.jsonl", "--reward", "exact"], "none.jsonl holds no rows"),
-    ([*RL, "--rows", "rows.csv", "--reward", "exact"], "convert it to one JSON object per line"),
+    ([*RL, "--rows", "rows.csv", "--reward", "exact"], "rows.csv holds no rows"),
     ([*RL, "--rows", "questions.jsonl", "--reward", "exact"], "rename `question` to `prompt`"),
     ([*RL, "--rows", "number.jsonl", "--reward", "exact"], "number.jsonl, line 3: `prompt` must be a text"),
     ([*RL, "--rows", "missing.jsonl", "--reward", "exact"], "missing.jsonl, line 3: `prompt` must be a text"),
@@ -169,10 +169,12 @@ def test_a_run_in_use_is_refused(capfd):
     assert said.count("\n") == 1
 
 
-def test_sft_does_not_pretend_to_evaluate_rows_that_have_no_reward(capfd):
+def test_sft_does_not_pretend_to_evaluate_rows_that_have_no_reward_and_no_loss(capfd):
     Path("demos.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
-    assert main(["sft", "--rows", "demos.jsonl", "--steps", "1", "--eval.every", "1"]) == 2
-    assert "these rows are of no task" in capfd.readouterr().err
+    Path("prompts.jsonl").write_text('{"prompt": "1+1="}\n')
+    command = ["sft", "--rows", "demos.jsonl", "--steps", "1", "--eval.every", "1", "--eval.data", "prompts.jsonl"]
+    assert main(command) == 2
+    assert "the evaluation rows are no demonstrations" in capfd.readouterr().err
     assert not Path("runs").exists()
 
 

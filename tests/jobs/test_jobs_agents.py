@@ -13,10 +13,11 @@ from rolecall.experience.store import read_rollouts
 from rolecall.experience.stored import RolloutStore
 from rolecall.jobs import rescore as rescoring
 from rolecall.jobs import rl as training
-from rolecall.jobs.data import demonstrated, rendered_rows
+from rolecall.jobs.data import demonstrated
 from rolecall.maths.roles import Role, Verdict
 from rolecall.policy.load import load
 from rolecall.policy.token_text import token_texts
+from rolecall.recipes.rendering import rendered_rows
 from rolecall.rewards.records import Scored
 from rolecall.tasks.env import Step
 from rolecall.types import Finish
@@ -262,6 +263,7 @@ def test_rows_of_a_task_bring_their_environment(tmp_path):
         (f"{FILE}:Counter", [{"prompt": "Play.", "goal": goal} for goal in (2, 3)]),
     ],
 )
+@pytest.mark.filterwarnings("ignore:the rows or the environment bring tools")  # the built-in template has none
 def test_environments_of_others_are_trained_in(env, rows, tmp_path, monkeypatch):
     """Gymnasium's, reasoning-gym's as one turn, and a class of TRL's kind; an untrained model earns nothing in them."""
     monkeypatch.setattr(training, "open_reward", lambda *args, **kwargs: Bytes())

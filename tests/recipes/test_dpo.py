@@ -9,10 +9,10 @@ from rolecall.config.dpo import DPOOptions
 from rolecall.config.merge import make
 from rolecall.config.parts import ChatOptions
 from rolecall.errors import UserError
-from rolecall.jobs.data import rendered_pairs
 from rolecall.policy.load import load
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.dpo import DPOLearner
+from rolecall.recipes.rendering import rendered_pairs
 from rolecall.tasks.rows import ListRows
 from rolecall.train.optim import make_optimizer
 from rolecall.train.reference import Reference

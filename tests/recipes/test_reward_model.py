@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from rolecall.config.merge import to_dict
 from rolecall.config.parts import ChatOptions, HeldOutOptions, OptimOptions, PolicyOptions
 from rolecall.config.rm import RMOptions
+from rolecall.jobs.data import preferences
 from rolecall.jobs.models import start_reward_model
 from rolecall.maths.losses import bradley_terry
 from rolecall.policy.heads import Critic, RewardModel
@@ -23,7 +24,6 @@ from rolecall.recipes.reward_model import (
     centre,
     evaluate_reward_model,
     make_pairs,
-    preferences,
     read_checkpoint,
     save_reward_model,
     settings_of,

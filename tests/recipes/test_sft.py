@@ -8,11 +8,12 @@ import rolecall
 from rolecall.config.merge import resolve
 from rolecall.config.parts import ChatOptions
 from rolecall.config.sft import SFTOptions
-from rolecall.jobs.data import demonstrated, rendered_rows
+from rolecall.jobs.data import demonstrated
 from rolecall.maths.roles import Role, Verdict
 from rolecall.policy.load import load
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.tiny import TURN_END_ID
+from rolecall.recipes.rendering import rendered_rows
 from rolecall.recipes.sft import SFTLearner
 from rolecall.tasks.rows import RowError
 from rolecall.train.optim import make_optimizer

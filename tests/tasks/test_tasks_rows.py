@@ -145,13 +145,15 @@ def test_the_splits_of_a_saved_dataset_dict(tmp_path):
 
 def test_what_cannot_be_read_is_a_sentence(tmp_path):
     (tmp_path / "rows.csv").write_text("a,b")
+    (tmp_path / "rows.xlsx").write_text("a,b")
     (tmp_path / "rows.parquet").write_text("nonsense")
     (tmp_path / "rows.arrow").write_text("nonsense")
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "folder").mkdir()
     for name, sentence in {
         "nothing.jsonl": "there is no file or folder",
-        "rows.csv": "neither .jsonl nor .parquet",
+        "rows.csv": "holds no rows",
+        "rows.xlsx": "its name must end in .jsonl",
         "rows.parquet": "cannot be read as Parquet",
         "rows.arrow": "cannot be read as Arrow",
         "empty.jsonl": "holds no rows",

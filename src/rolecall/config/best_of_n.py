@@ -14,7 +14,7 @@ class BestOfNOptions(RunOptions):
     model: str = "tiny"
     """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
     rows: str = "addition"
-    """Prompts: a .jsonl or .parquet file, a saved Hugging Face dataset, a built-in task, or rg:NAME."""
+    """Prompts: a file of rows, a Hugging Face dataset (saved, or owner/name on the hub), a built-in task, or rg:NAME."""
     split: Literal["train", "test"] = "train"
     """Which rows of a task: those that training uses, or those held out. A file is used as it is."""
     count: int = 256

@@ -15,6 +15,7 @@ from rolecall.config.parts import (
     RunOptions,
     SaveOptions,
 )
+from rolecall.config.plan import length_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class DPOOptions(RunOptions):
     """A policy from preferences, without a reward model and without sampling."""
 
     foreign: ClassVar[tuple[Foreign, ...]] = TRL_ROWS
+    either: ClassVar[tuple[str, ...]] = ("steps", "epochs")
     model: str = "tiny"
     """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run's directory. As it is at the
     start it is also the reference."""
@@ -31,6 +33,8 @@ class DPOOptions(RunOptions):
     chat: ChatOptions = field(default_factory=ChatOptions)
     steps: int = 100
     """Optimiser steps."""
+    epochs: float | None = None
+    """Passes over the training rows, in place of steps."""
     batch: int = 32
     """Pairs per step."""
     beta: float = 0.1
@@ -68,5 +72,5 @@ def plan(options: DPOOptions) -> str:
     """What `--dry-run` says."""
     return (
         f"one step: {options.batch} pairs = {2 * options.batch} answers of up to {options.max_length} tokens, each scored "
-        f"by the policy and by the reference\nin all: {options.steps} steps, {options.steps * options.batch:,} pairs"
+        f"by the policy and by the reference\n{length_line(options.steps, options.epochs, options.batch, 'pairs')}"
     )

@@ -23,7 +23,7 @@ class ExpertIterationOptions(RunOptions):
     """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
     policy: PolicyOptions = field(default_factory=PolicyOptions)
     rows: str = "addition"
-    """Prompts: a .jsonl or .parquet file, a saved Hugging Face dataset, a built-in task, or rg:NAME."""
+    """Prompts: a file of rows, a Hugging Face dataset (saved, or owner/name on the hub), a built-in task, or rg:NAME."""
     reward: tuple[str, ...] = ()
     """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its
     own, which is also called `task`."""

@@ -16,7 +16,8 @@ class GenerateOptions:
     prompts: tuple[str | list[dict[str, Any]], ...] = field(default=(), metadata={"flag": "prompt"})
     """What to answer; repeat the flag for several. In a file or from Python a prompt may be a list of messages."""
     prompts_file: str | None = None
-    """More prompts: a .txt file with one in each line, or a .jsonl file whose rows have `prompt` or `messages`."""
+    """More prompts: a .txt file with one in each line, or a .jsonl file whose rows have `prompt` or `messages`,
+    and `tools` if they bring any."""
     n: int = field(default=1, metadata={"known_as": ("num_generations", "num_return_sequences", "num_samples")})
     """Answers to each prompt."""
     seed: int = 0

@@ -25,6 +25,8 @@ FLAGS = "the command line"
 """The source of what was given as flags."""
 ARGUMENTS = "the arguments"
 """The source of what was given from Python."""
+SAVED = "config.json"
+"""The source of what a run holds that is resumed."""
 
 _ON = object()
 """The value of a section that is switched on."""
@@ -61,6 +63,7 @@ def resolve(options: type[T], layers: Sequence[tuple[str, Mapping[str, Any]]]) -
         layer = _Layer(whole=whole, source=source, problems=problems)
         layer.read(whole, settings)
         layer.translate()
+        _choose(values, layer, getattr(options, "either", ()))
         _overlay(values, layer.values)
         foreign = {key: f for key, f in foreign.items() if key not in layer.values} | layer.names
         sources |= dict.fromkeys(layer.values, source)
@@ -225,6 +228,17 @@ class _Layer:
         guess = nearest(key, self.whole)
         what = f"unknown key {label(key, self.source)}" if self.source != FLAGS else f"unknown option --{key}"
         self.problems.append(f"{what}: did you mean `{guess}`?" if guess else f"{what}; docs/config.md lists all keys")
+
+
+def _choose(values: dict[str, Any], layer: _Layer, either: Sequence[str]) -> None:
+    """Drop what weaker layers say where this one gives another of `either`; a saved run may hold several."""
+    given = [key for key in either if layer.values.get(key) is not None]
+    if len(given) > 1 and layer.source != SAVED:
+        names = " and ".join(label(key, layer.source) for key in given)
+        layer.problems.append(f"{names} are both given; keep one")
+    if given:
+        for key in either:
+            values.pop(key, None)
 
 
 def _overlay(values: dict[str, Any], layer: Mapping[str, Any]) -> None:

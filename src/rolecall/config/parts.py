@@ -1,13 +1,15 @@
 """Groups of options that several commands share."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Where a run lies and how it is started. None of these change what is learned."""
 
+    either: ClassVar[tuple[str, ...]] = ()
+    """Options of which one is given: a later source that gives one overrides the others."""
     out: str | None = None
     """The run's directory; runs/COMMAND-NUMBER if not given."""
     resume: bool = False
@@ -28,6 +30,9 @@ class RunOptions:
             raise ValueError("resume and overwrite contradict each other: give one of them")
         if self.resume and self.out is None:
             raise ValueError("resume needs out: which run?")
+        passes = getattr(self, "epochs", None) if self.either else None
+        if passes is not None and not passes > 0:
+            raise ValueError(f"epochs must be above 0, got {passes}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +143,10 @@ class HeldOutOptions:
     every: int = 0
     """Evaluate before the first step, every so many steps, and at the end; 0 is never."""
     rows: int = 256
-    """How many held-out rows."""
+    """How many rows to evaluate on at most."""
+    data: str | None = None
+    """The rows to evaluate on: whatever `rows` may be. All of `rows` then train. Left out: the data's own test split, or
+    a share of the rows."""
     samples: int = 1
     """Answers per row for avg@k and pass@k; 1 is greedy only."""
     held_out: float = 0.05
@@ -152,6 +160,8 @@ class HeldOutOptions:
     def __post_init__(self) -> None:
         if self.reward and not self.every:
             raise ValueError("eval.reward scores evaluations, and there are none: give eval.every too")
+        if self.data is not None and not self.every:
+            raise ValueError("eval.data is for evaluations, and there are none: give eval.every too")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from rolecall.config.parts import (
     RunOptions,
     SaveOptions,
 )
-from rolecall.config.plan import logits_line, ranks_line
+from rolecall.config.plan import logits_line, passes_line, ranks_line
 from rolecall.config.rl_presets import PRESETS
 from rolecall.config.sampling import Sampling
 
@@ -218,12 +218,13 @@ class RLOptions(RunOptions):
 
     presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
     foreign: ClassVar[tuple[Foreign, ...]] = (*TRL, *VERL)
+    either: ClassVar[tuple[str, ...]] = ("steps", "epochs")
     model: str = "tiny"
     """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
     policy: PolicyOptions = field(default_factory=PolicyOptions)
     rows: str | None = None
-    """Prompts: a .jsonl or .parquet file, a saved Hugging Face dataset, a built-in task, or rg:NAME. Left out: those of
-    `env`, or else `addition`."""
+    """Prompts: a file of rows, a Hugging Face dataset (saved, or owner/name on the hub), a built-in task, or rg:NAME.
+    Left out: those of `env`, or else `addition`."""
     reward: tuple[str, ...] = ()
     """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its
     own, which is also called `task`."""
@@ -240,6 +241,8 @@ class RLOptions(RunOptions):
     chat: ChatOptions = field(default_factory=ChatOptions)
     steps: int = 100
     """Rollouts to train on."""
+    epochs: float | None = None
+    """Passes over the training rows, in place of steps."""
     prompts: int = 16
     """Prompts per rollout."""
     samples: int = 8
@@ -287,6 +290,8 @@ class RLOptions(RunOptions):
     def _check_replay(self) -> None:
         o, replay = self.algorithm, self.replay
         if self.from_run is not None:
+            if self.epochs is not None:
+                raise ValueError("epochs counts passes over rows, and with --from none are read: give steps")
             if replay.on:
                 raise ValueError("with --from everything is replayed already: leave out replay.share and replace_flat")
             if o.old_logprobs not in ("auto", self.old_source):
@@ -361,7 +366,9 @@ def plan(options: RLOptions) -> str:
         ranks_line(options.prompts, "prompts"),
         logits_line(options.model, options.optim.token_budget),
         f"old log-probs: {options.old_source}; reference: {_reference(o)}; critic: {o.critic}",
-        f"in all: {options.steps} steps, {options.steps * answers:,} answers, "
+        passes_line(options.epochs, options.prompts)
+        if options.epochs is not None
+        else f"in all: {options.steps} steps, {options.steps * answers:,} answers, "
         f"{options.steps * o.epochs * o.minibatches:,} optimiser steps",
     ]
     if o.resample:

@@ -14,6 +14,7 @@ class RMOptions(RunOptions):
     """A reward model from preferences."""
 
     foreign: ClassVar[tuple[Foreign, ...]] = TRL_ROWS
+    either: ClassVar[tuple[str, ...]] = ("steps", "epochs")
     model: str = "tiny"
     """What it starts as: a language model, which gets a fresh head (`tiny`, a model directory, a .gguf file, a hub id),
     or the directory of a reward model, which trains on."""
@@ -24,6 +25,8 @@ class RMOptions(RunOptions):
     chat: ChatOptions = field(default_factory=ChatOptions)
     steps: int = 100
     """Optimiser steps."""
+    epochs: float | None = None
+    """Passes over the training rows, in place of steps."""
     batch: int = 32
     """Pairs per step."""
     max_length: int = 1024
@@ -50,6 +53,7 @@ def plan(options: RMOptions) -> str:
     """The batch plan that `--dry-run` prints."""
     return steps_plan(
         options.steps,
+        options.epochs,
         options.batch,
         "pairs",
         max_length=options.max_length,

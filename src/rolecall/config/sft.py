@@ -22,6 +22,7 @@ class SFTOptions(RunOptions):
     """Supervised fine-tuning on demonstrations."""
 
     foreign: ClassVar[tuple[Foreign, ...]] = TRL_ROWS
+    either: ClassVar[tuple[str, ...]] = ("steps", "epochs")
     model: str = "tiny"
     """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
     policy: PolicyOptions = field(default_factory=PolicyOptions)
@@ -30,6 +31,8 @@ class SFTOptions(RunOptions):
     chat: ChatOptions = field(default_factory=ChatOptions)
     steps: int = 100
     """Optimiser steps."""
+    epochs: float | None = None
+    """Passes over the training rows, in place of steps."""
     batch: int = 32
     """Rows per step."""
     max_length: int = 1024
@@ -55,6 +58,7 @@ def plan(options: SFTOptions) -> str:
     """The batch plan that `--dry-run` prints."""
     return steps_plan(
         options.steps,
+        options.epochs,
         options.batch,
         "rows",
         max_length=options.max_length,

@@ -10,7 +10,7 @@ from rolecall.config.given import GIVEN
 from rolecall.config.parts import ChatOptions, HeldOutOptions
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
-from rolecall.jobs.data import RowsSource, check_named
+from rolecall.jobs.data import check_named, check_templates, held_out, open_named
 from rolecall.policy.load import LoadedModel
 from rolecall.recipes.episodes import Arena
 from rolecall.rewards.records import Reward
@@ -18,8 +18,9 @@ from rolecall.rollout.agents.pool import EnvPool, Envs, Failure, LocalEnvs, Star
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.agent_tasks import AGENT_TASKS
 from rolecall.tasks.env_names import check_name, is_task
-from rolecall.tasks.names import find_agent_task, resolve
-from rolecall.tasks.rows import ListRows, Rows, split
+from rolecall.tasks.names import find_agent_task
+from rolecall.tasks.rows import ListRows, Rows
+from rolecall.tasks.sources import RowsSource, Splits
 from rolecall.train.timing import Timer
 
 _log = logging.getLogger("rolecall")
@@ -44,9 +45,10 @@ def episode_rows(
     seed: int,
     n: int = _TRAIN_ROWS,
     prompt: str | None = None,
+    eval_data: Any = None,
 ) -> tuple[Rows, Rows | None]:
     """(rows to play, held-out rows if they will be used), each with the prompt that takes the place of a description."""
-    train, test = _episode_rows(env, rows, evaluation, seed=seed, n=n)
+    train, test = _episode_rows(env, rows, evaluation, seed=seed, n=n, eval_data=eval_data)
     if prompt is None:
         return train, test
     if not isinstance(env, str) or not env.startswith("gym:"):
@@ -63,22 +65,30 @@ def _prompted(rows: Rows, prompt: str) -> Rows:
 
 
 def _episode_rows(
-    env: EnvSource, rows: RowsSource | None, evaluation: HeldOutOptions, *, seed: int, n: int
+    env: EnvSource, rows: RowsSource | None, evaluation: HeldOutOptions, *, seed: int, n: int, eval_data: Any
 ) -> tuple[Rows, Rows | None]:
-    if isinstance(rows, str):
-        check_named("rows", rows)
+    given = evaluation.data is not None or eval_data is not None
+
+    def test_rows(task: Any) -> Rows:
+        rows: Rows = task.rows("test", n=evaluation.rows)
+        return rows
+
+    test: Rows | None
     if rows is None and not (isinstance(env, str) and is_task(env)):
-        train = ListRows([{"seed": i} for i in range(n)])
-        return train, ListRows([{"seed": -1 - i} for i in range(evaluation.rows)]) if evaluation.every else None
-    source = env if rows is None else rows
-    found: Any = resolve(source) if isinstance(source, str) else ListRows(source)  # type: ignore[arg-type]
-    if hasattr(found, "gold"):
-        test = found.rows("test", n=evaluation.rows) if evaluation.every else None
-        return found.rows("train", n=n, seed=seed), test
+        found = Splits(
+            train=ListRows([{"seed": i} for i in range(n)]),
+            test=ListRows([{"seed": -1 - i} for i in range(evaluation.rows)]),
+        )
+    else:
+        found = open_named(env if rows is None else rows)
+        if not isinstance(found, Splits):
+            test = test_rows(found) if evaluation.every and not given else None
+            found = Splits(train=found.rows("train", n=n, seed=seed), test=test)
+        check_templates(found.train)
     if not evaluation.every:
-        return found, None
-    kept, held_out = split(found, held_out=evaluation.held_out)
-    return kept, ListRows([held_out[i] for i in range(min(len(held_out), evaluation.rows))])
+        return found.train, None
+    train, test = held_out(found, evaluation, eval_data=eval_data, task=test_rows)
+    return train, test
 
 
 def open_envs(env: EnvSource, options: AgentOptions, stack: ExitStack) -> Envs:

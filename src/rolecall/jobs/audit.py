@@ -14,26 +14,33 @@ from rolecall.errors import UserError
 from rolecall.files import DiskError, write_atomically
 from rolecall.jobs.agents import env_source
 from rolecall.jobs.arguments import trl_arguments
-from rolecall.jobs.data import by_name, demonstrated, label, listed, open_reward, prompt_rows, rendered_row, unnamed
+from rolecall.jobs.data import by_name, demonstrated, listed, open_reward, prompt_rows, rows_label, unnamed
 from rolecall.jobs.models import open_policy, with_model
 from rolecall.jobs.rl import sampler
 from rolecall.look.audit_page import audit_html
 from rolecall.look.tokens import Sample
 from rolecall.maths.roles import Role, Verdict
 from rolecall.recipes.audit import Audit, Setup, Subject, audit_demonstrations, audit_rl
+from rolecall.recipes.rendering import rendered_row
 from rolecall.rewards.calling import text_of
 from rolecall.rewards.records import RewardError
 from rolecall.rewards.sources import BUILT_IN
 from rolecall.rewards.verifiers import gold_answer
 from rolecall.tasks.names import resolve as resolve_rows
+from rolecall.tasks.rows import Rows
+from rolecall.tasks.sources import RowsSource
+from rolecall.tasks.streams import Stream, head
 from rolecall.train.exit_codes import ExitCode
+
+_STREAMED = 2_000
+"""Rows of a stream that are looked at."""
 
 
 @trl_arguments
 def audit(
     *,
     preset: str = "grpo",
-    rows: str | Sequence[Mapping[str, Any]] | None = None,
+    rows: RowsSource | None = None,
     reward: Any = None,
     **settings: Any,
 ) -> Audit:
@@ -58,7 +65,7 @@ def audit(
 def run(
     options: AuditOptions,
     *,
-    rows: Sequence[Mapping[str, Any]] | None = None,
+    rows: RowsSource | None = None,
     rewards: Sequence[Any] | None = None,
 ) -> Audit:
     """Run from options, without writing a page; rows and rewards that are objects take the place of the named ones."""
@@ -73,7 +80,7 @@ def run(
 
 def _rl(
     options: AuditOptions,
-    given: Sequence[Mapping[str, Any]] | None,
+    given: RowsSource | None,
     rewards: Sequence[Any] | None,
     stack: ExitStack,
 ) -> Audit:
@@ -82,7 +89,8 @@ def _rl(
         raise UserError(
             "audit looks at rows that are answered once, not at episodes; `rolecall play --show tokens` shows those"
         )
-    train, test, task_reward = prompt_rows(source, options.eval, seed=options.seed)
+    found = prompt_rows(source, options.eval, seed=options.seed)
+    train, test, task_reward = _bounded(found.train), found.test, found.reward
     task = resolve_rows(source) if task_reward is not None else None
     sources = rewards or options.reward
     reward = open_reward(
@@ -120,8 +128,8 @@ def _own_answer(row: Mapping[str, Any]) -> str | None:
     return gold_answer(row) or (text_of(shown) if isinstance(shown, str | list) else None)
 
 
-def _sft(options: AuditOptions, given: Sequence[Mapping[str, Any]] | None) -> Audit:
-    rows = demonstrated(options.rows or "addition" if given is None else given, seed=options.seed)
+def _sft(options: AuditOptions, given: RowsSource | None) -> Audit:
+    rows = _bounded(demonstrated(options.rows or "addition" if given is None else given, seed=options.seed))
     policy = open_policy(options.model, options)
     return audit_demonstrations(
         Subject(options=options, policy=policy, rows=rows),
@@ -133,11 +141,16 @@ def _sft(options: AuditOptions, given: Sequence[Mapping[str, Any]] | None) -> Au
     )
 
 
-def _about(options: AuditOptions, given: Sequence[Any] | None) -> dict[str, str]:
+def _bounded(rows: Rows) -> Rows:
+    """The rows; of a stream, as many as are looked at."""
+    return head(rows, _STREAMED) if isinstance(rows, Stream) else rows
+
+
+def _about(options: AuditOptions, given: RowsSource | None) -> dict[str, str]:
     return {
         "command": f"rolecall {options.job}",
         "model": options.model,
-        "rows": options.rows or "addition" if given is None else label(given),
+        "rows": options.rows or "addition" if given is None else rows_label(given),
     }
 
 

@@ -1,6 +1,6 @@
 """`rolecall best-of-n`: sample n answers to every prompt, keep the best."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,9 @@ from rolecall.jobs.running import Built, Run, execute, unless_stopped
 from rolecall.policy.load import reading
 from rolecall.recipes.ask import Asker
 from rolecall.recipes.best_of_n import BestOfN
-from rolecall.tasks.rows import ChosenRows
+from rolecall.tasks.env_names import is_task
+from rolecall.tasks.sources import RowsSource
+from rolecall.tasks.streams import head
 from rolecall.train.callbacks import Given
 from rolecall.train.loop import LoopOptions
 from rolecall.train.progress import Progress
@@ -33,7 +35,7 @@ from rolecall.train.timing import Timer
 @trl_arguments
 def best_of_n(
     *,
-    rows: str | Sequence[Mapping[str, Any]] | None = None,
+    rows: RowsSource | None = None,
     reward: Any = None,
     judge: Any = None,
     progress: Progress | None = None,
@@ -64,7 +66,7 @@ def best_of_n(
 def run(
     options: BestOfNOptions,
     *,
-    rows: Sequence[Mapping[str, Any]] | None = None,
+    rows: RowsSource | None = None,
     rewards: Sequence[Any] | None = None,
     judges: Sequence[Any] | None = None,
     progress: Progress | None = None,
@@ -82,7 +84,7 @@ def _build(
     timer: Timer,
     stack: ExitStack,
     *,
-    rows: Sequence[Mapping[str, Any]] | None,
+    rows: RowsSource | None,
     rewards: Sequence[Any] | None,
     judges: Sequence[Any] | None,
 ) -> Built:
@@ -90,11 +92,11 @@ def _build(
         raise UserError("best-of-n runs in one process: start it without accelerate launch")
     held_out = HeldOutOptions(every=1, rows=options.count) if options.split == "test" else HeldOutOptions()
     source = options.rows if rows is None else rows
-    train, test, task_reward = prompt_rows(source, held_out, seed=options.seed)
-    if options.split == "test" and task_reward is None:
+    if options.split == "test" and not (isinstance(source, str) and is_task(source)):
         raise UserError("split is for tasks: these rows are used as they are, so leave it out")
-    found = test if test is not None else train
-    found = ChosenRows(found, range(min(options.count, len(found))))
+    given = prompt_rows(source, held_out, seed=options.seed)
+    task_reward = given.reward
+    found = head(given.train if given.test is None else given.test, options.count)
     how: dict[str, Any] = {"deadline_s": options.reward_deadline, "rows": found, "timer": timer}
     reward = open_reward(rewards or options.reward, task_reward, stack, weights=options.reward_weights, **how)
     judge = None

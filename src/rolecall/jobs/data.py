@@ -3,36 +3,39 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import ceil
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rolecall.config.given import GIVEN
 from rolecall.config.parts import ChatOptions, HeldOutOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel
-from rolecall.policy.render import Rendered, render, render_pair
-from rolecall.recipes.dpo import AnswerPair
-from rolecall.recipes.sampling import prompt_request
+from rolecall.policy.row_template import template_kwargs
+from rolecall.recipes.rendering import demonstration_kind, rendered_prompt
 from rolecall.rewards.pool import RewardPool
 from rolecall.rewards.records import Reward
 from rolecall.rewards.sources import Named, name_of
-from rolecall.tasks.builtin import demonstrations
-from rolecall.tasks.kinds import Record, kind_of, record
-from rolecall.tasks.names import resolve
-from rolecall.tasks.rows import ListRows, RowError, Rows, place_of, rows_of_columns, split
+from rolecall.tasks.builtin import demonstrations, preference_rows
+from rolecall.tasks.columns import check_columns
+from rolecall.tasks.kinds import kind_of, record
+from rolecall.tasks.names import open_source
+from rolecall.tasks.rows import RowError, Rows, holds_splits, place_of, rows_of_columns, split
+from rolecall.tasks.sources import RowsSource, Splits
+from rolecall.tasks.streams import Stream, first_of, head, split_stream
 from rolecall.train.timing import Timer
-from rolecall.types import Sampling, Trajectory
 
 _log = logging.getLogger("rolecall")
 
-RowsSource = str | Sequence[Mapping[str, Any]]
 RewardSource = str | Callable[..., Any] | Named
 _TRAIN_ROWS = 20_000
 """Rows drawn from a task that can make any number."""
 _EPISODES = 4_000
 """Demonstrations of a task of several turns, each of which takes milliseconds to render."""
+_TASK_PAIRS = 4096
+"""Pairs drawn from a built-in task, if it has as many problems."""
 _CHECKED_ROWS = 20_000
 """Prompts looked at before a run starts; of a longer table, the first so many."""
 _SPARE_TOKENS = 16
@@ -44,9 +47,20 @@ TASK_REWARD = "task"
 
 
 def label(given: Sequence[Any]) -> str:
-    """What config.json says of rows or rewards that are Python objects."""
-    names = [x.name if isinstance(x, Named) else name_of(x) for x in given if isinstance(x, Named) or callable(x)]
-    return f"{GIVEN} {', '.join(names)}" if names else f"{GIVEN} {len(given)} rows"
+    """What config.json says of rewards that are Python objects."""
+    return f"{GIVEN} {', '.join(x.name if isinstance(x, Named) else name_of(x) for x in given)}"
+
+
+def rows_label(given: Any) -> str:
+    """What config.json says of rows that are a Python object."""
+    if isinstance(given, Mapping):
+        return f"{GIVEN} splits {', '.join(map(str, given))}"
+    return f"{GIVEN} {len(given)} rows" if hasattr(given, "__len__") else f"{GIVEN} a stream"
+
+
+def eval_named(given: Any) -> dict[str, Any]:
+    """The setting `eval.data` of evaluation rows given as a name or as a Python object."""
+    return {} if given is None else {"eval.data": given if isinstance(given, str) else rows_label(given)}
 
 
 def listed(given: Any) -> list[Any]:
@@ -66,14 +80,14 @@ def by_name(**given: Any) -> dict[str, Any]:
 
 def unnamed(given: Any) -> Any:
     """What is given in Python, and not by its name, a dict of columns as rows; else None."""
-    if type(given) is dict:
+    if type(given) is dict and not holds_splits(given):
         return rows_of_columns(given)
     return None if isinstance(given, str) else given
 
 
-def labelled(options: Any, *, rows: Sequence[Any] | None = None, **sources: Sequence[Any] | None) -> Any:
+def labelled(options: Any, *, rows: Any = None, **sources: Sequence[Any] | None) -> Any:
     """The options with a label for whatever is given in Python in the place of what they name."""
-    changes: dict[str, Any] = {} if rows is None else {"rows": label(rows)}
+    changes: dict[str, Any] = {} if rows is None else {"rows": rows_label(rows)}
     for name, given in sources.items():
         if given is not None:
             changes[name] = tuple(source if isinstance(source, str) else label([source]) for source in given)
@@ -86,22 +100,102 @@ def check_named(what: str, *names: str) -> None:
         raise UserError(f"this run's {what} came from Python: resume it from Python too, with the same {what}")
 
 
-def prompt_rows(source: RowsSource, evaluation: HeldOutOptions, *, seed: int) -> tuple[Rows, Rows | None, str | None]:
-    """(training rows, held-out rows if they will be used, the task's own reward)."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptRows:
+    """Prompts to train on and to evaluate on, and the rewards their tasks bring."""
+
+    train: Rows
+    test: Rows | None = None
+    """Held-out rows, if they will be used."""
+    reward: str | None = None
+    """The training task's own reward."""
+    test_reward: str | None = None
+    """That of the evaluation's task."""
+
+
+def prompt_rows(source: RowsSource, evaluation: HeldOutOptions, *, seed: int, eval_data: Any = None) -> PromptRows:
+    """The rows of a job that answers prompts. `eval_data` takes the place of the rows that `eval.data` names."""
+    found = open_named(source)
+    if isinstance(found, Splits):
+        check_kind(found.train, ("prompt",), "a column `prompt`")
+        check_columns(found.train, "prompts")
+        train, reward = found.train, None
+    else:
+        train, reward = found.rows("train", n=_TRAIN_ROWS, seed=seed), found.reward
+    if not evaluation.every:
+        return PromptRows(train=train, reward=reward)
+    held = _evaluated(evaluation, eval_data)
+    if held is None and isinstance(found, Splits):
+        train, test = held_out(found, evaluation)
+        return PromptRows(train=train, test=test)
+    held = held or found
+    if isinstance(held, Splits):
+        check_kind(held.train, ("prompt",), "a column `prompt`")
+        return PromptRows(train=train, test=_limited(held.train, evaluation), reward=reward)
+    test = held.rows("test", n=evaluation.rows)
+    return PromptRows(train=train, test=test, reward=reward, test_reward=held.reward)
+
+
+def open_named(source: RowsSource) -> Any:
+    """The task, or the rows, that a user gave by name or as an object."""
     if isinstance(source, str):
         check_named("rows", source)
-    found: Any = ListRows(source) if not isinstance(source, str) else resolve(source)
-    if hasattr(found, "gold"):
-        test = found.rows("test", n=evaluation.rows) if evaluation.every else None
-        return found.rows("train", n=_TRAIN_ROWS, seed=seed), test, found.reward
-    rows: Rows = found
-    if "prompt" not in rows.columns:
+    return open_source(source)
+
+
+def _evaluated(evaluation: HeldOutOptions, eval_data: Any) -> Any:
+    """What to evaluate on, if it was given: a task, or rows of which the test split comes first."""
+    source = evaluation.data if eval_data is None else eval_data
+    if source is None:
+        return None
+    if isinstance(source, str):
+        check_named("evaluation rows (eval_data)", source)
+    found = open_source(source)
+    if isinstance(found, Splits) and found.test is not None:
+        return Splits(train=found.test)
+    return found
+
+
+def held_out(
+    rows: Splits, evaluation: HeldOutOptions, *, seed: int = 0, eval_data: Any = None, task: Any = None
+) -> tuple[Rows, Any]:
+    """(rows to train on, rows to evaluate on): those of `eval.data`, or the data's own test split, or a share.
+
+    `task` makes rows of a task that is named as `eval.data`.
+    """
+    given = _evaluated(evaluation, eval_data)
+    if given is not None:
+        return rows.train, _limited(given.train, evaluation) if isinstance(given, Splits) else task(given)
+    if rows.test is not None:
+        return rows.train, _limited(rows.test, evaluation)
+    if isinstance(rows.train, Stream):
+        return split_stream(rows.train, held_out=evaluation.held_out, n=evaluation.rows)
+    train, test = split(rows.train, held_out=evaluation.held_out, seed=seed)
+    return train, head(test, evaluation.rows)
+
+
+def _limited(rows: Rows, evaluation: HeldOutOptions) -> Rows:
+    if not isinstance(rows, Stream) and len(rows) > evaluation.rows:
+        _log.warning(
+            "evaluations take the first %d of %d evaluation rows; eval.rows is how many", evaluation.rows, len(rows)
+        )
+    return head(rows, evaluation.rows)
+
+
+def check_kind(rows: Rows, needed: Sequence[str], what: str) -> None:
+    """Refuse rows without the columns that a job needs."""
+    if not set(needed) <= set(rows.columns):
         kind_of(rows)  # says what is wrong with the columns
-        raise RowError(f"rl needs a column `prompt`; the rows have {', '.join(rows.columns)}")
-    if not evaluation.every:
-        return rows, None, None
-    train, test = split(rows, held_out=evaluation.held_out)
-    return train, ListRows([test[i] for i in range(min(len(test), evaluation.rows))]), None
+        raise RowError(f"the job needs {what}; the rows have {', '.join(rows.columns)}")
+
+
+def steps_of(options: Any, rows: Any, per_step: int) -> Any:
+    """The options with the number of steps that `epochs` passes over the rows take."""
+    if options.epochs is None:
+        return options
+    if isinstance(rows, Stream):
+        raise UserError("epochs counts passes over the rows, and of a stream nobody knows the end: give steps instead")
+    return replace(options, steps=max(1, ceil(len(rows) * options.epochs / per_step - 1e-9)))
 
 
 def open_reward(
@@ -138,10 +232,10 @@ def open_reward(
         pool.advance = timer.advance
     if rows is not None:
         pool.check_columns(rows.columns)
-        looked_at = min(len(rows), _CHECKED_ROWS)
-        for what, count in pool.lacking(rows[i] for i in range(looked_at)).items():
+        looked_at = [row for _, row in first_of(rows, _CHECKED_ROWS)]
+        for what, count in pool.lacking(looked_at).items():
             _log.warning(
-                "%d of %d rows have no %s, which a reward asks for: it gets None there", count, looked_at, what
+                "%d of %d rows have no %s, which a reward asks for: it gets None there", count, len(looked_at), what
             )
     return pool
 
@@ -158,6 +252,7 @@ def open_judge(
 ) -> tuple[Reward, Reward | None]:
     """(what scores held-out answers, the training reward if that is another one)."""
     if not options.eval.reward:
+        getattr(reward, "check_columns", lambda columns: None)(rows.columns)
         return reward, None
     deadline = options.reward_deadline
     judge = open_reward(options.eval.reward, task_reward, stack, weights=None, deadline_s=deadline, rows=rows)
@@ -169,123 +264,85 @@ def check_prompts(rows: Rows, policy: LoadedModel, chat: ChatOptions) -> None:
 
     Looks at every row, or at the first 20,000; a later one that is too long ends the run when it is drawn.
     """
-    for index in range(min(len(rows), _CHECKED_ROWS)):
-        row = rows[index]
+    for index, row in first_of(rows, _CHECKED_ROWS):
         prompt = row.get("prompt")
         # No tokenizer makes more tokens of a text than it has bytes; a template may add any number.
         if (
             isinstance(prompt, str)
             and prompt
             and len(prompt.encode(errors="replace")) + _SPARE_TOKENS < policy.context_length
+            and not row.get("tools")
+            and not row.get("chat_template_kwargs")
         ):
             continue
         place = place_of(rows, index)
         record(row, "prompt", number=place)
         try:
-            request = prompt_request(policy, row, chat, Sampling(), n=1, seed=0, step=0, prompt=index)
+            ids = rendered_prompt(row, policy=policy, chat=chat).ids
+            if not ids:
+                raise ValueError("it has no tokens")
         except Exception as error:  # a chat template is a program of the model's author and may raise anything
             why = "the prompt is empty" if prompt == "" else " ".join(str(error).split())
             raise RowError(f"{place}: the prompt cannot be put to the model: {why}") from error
-        if len(request.prompt_ids) >= policy.context_length:
+        if len(ids) >= policy.context_length:
             raise RowError(
-                f"{place}: the prompt has {len(request.prompt_ids)} tokens but the model's context is "
+                f"{place}: the prompt has {len(ids)} tokens but the model's context is "
                 f"{policy.context_length}; shorten the prompt, or leave out rows that are too long"
             )
 
 
+def check_templates(rows: Rows) -> None:
+    """Refuse tools and template settings that cannot be read, of rows that an environment begins with."""
+    for index, row in first_of(rows, _CHECKED_ROWS) if {"tools", "chat_template_kwargs"} & {*rows.columns} else ():
+        try:
+            template_kwargs(row)
+        except ValueError as error:
+            raise RowError(f"{place_of(rows, index)}: {error}") from error
+
+
+def preferences(options: Any, given: Any = None, *, job: Literal["rm", "dpo"] = "rm", eval_data: Any = None) -> Any:
+    """(rows to train on, rows held out); the latter are None if the run never evaluates.
+
+    `given` rows take the place of the named ones.
+    """
+    found = open_named(options.rows if given is None else given)
+    evaluation = options.eval
+
+    def pairs_of(task: Any) -> Rows:
+        return preference_rows(task, "test", n=evaluation.rows, seed=options.seed)
+
+    if isinstance(found, Splits):
+        kind_of(found.train, among=("preference",), job="a preference needs")
+        check_columns(found.train, job)
+        if not evaluation.every:
+            return found.train, None
+        return held_out(found, evaluation, seed=options.seed, eval_data=eval_data, task=pairs_of)
+    train = preference_rows(found, "train", n=_TASK_PAIRS, seed=options.seed)
+    if not evaluation.every:
+        return train, None
+    if evaluation.data is None and eval_data is None:
+        return train, pairs_of(found)
+    return held_out(Splits(train=train), evaluation, eval_data=eval_data, task=pairs_of)
+
+
 def demonstrated(source: RowsSource, *, seed: int) -> Rows:
     """Rows to imitate: a task's gold answers, or the user's."""
-    if isinstance(source, str):
-        check_named("rows", source)
-    found: Any = ListRows(source) if not isinstance(source, str) else resolve(source)
-    if hasattr(found, "gold"):
-        return demonstrations(found, "train", n=_EPISODES if hasattr(found, "env") else _TRAIN_ROWS, seed=seed)
-    rows: Rows = found
-    if kind_of(rows) not in ("prompt_completion", "messages", "text"):
-        raise RowError(
-            f"sft needs rows with `prompt` and `completion`, `messages`, or `text`; these have {', '.join(rows.columns)}"
-        )
-    return rows
+    return demonstrated_splits(source, HeldOutOptions(), seed=seed)[0]
 
 
-def rendered_rows(
-    rows: Rows, policy: LoadedModel, chat: ChatOptions, *, max_length: int
-) -> tuple[list[Trajectory], int]:
-    """(demonstrations as trajectories, how many were left out because they are too long)."""
-    kind, limit = kind_of(rows), min(max_length, policy.context_length)
-    kept: list[Trajectory] = []
-    for number in range(len(rows)):
-        found = record(rows[number], kind, number=place_of(rows, number))
-        try:
-            rendered = rendered_row(found, policy=policy, chat=chat)
-        except Exception as error:  # a chat template is a program of the model's author and may raise anything
-            raise RowError(f"{place_of(rows, number)} cannot be rendered: {' '.join(str(error).split())}") from error
-        if len(rendered.ids) <= limit:
-            kept.append(
-                Trajectory(
-                    ids=rendered.ids,
-                    roles=rendered.roles,
-                    turns=rendered.turns,
-                    author="demonstrator",
-                    group=number,
-                )
-            )
-    if not kept:
-        raise RowError(f"all {len(rows)} rows are longer than max_length {limit}; raise it or shorten the rows")
-    return kept, len(rows) - len(kept)
-
-
-def rendered_pairs(
-    rows: Rows, policy: LoadedModel, chat: ChatOptions, *, max_length: int, limit: int | None = None
-) -> tuple[list[AnswerPair], str]:
-    """(pairs of the first `limit` rows, a sentence about those left out or nothing)."""
-    if kind_of(rows) != "preference":
-        raise RowError(
-            f"the rows have the columns {', '.join(rows.columns)}; a preference needs `chosen` and `rejected`"
-        )
-    longest, kept, too_long, same = min(max_length, policy.context_length), [], 0, 0
-    for number in range(len(rows) if limit is None else min(limit, len(rows))):
-        row = rows[number]
-        if row.get("chosen") is not None and row.get("chosen") == row.get("rejected"):
-            same += 1
-            continue
-        found = record(row, "preference", number=place_of(rows, number))
-        try:
-            sides = [
-                rendered_row(replace(found, completion=side), policy=policy, chat=chat)
-                for side in (found.chosen, found.rejected)
-            ]
-        except Exception as error:  # a chat template is a program of the model's author and may raise anything
-            raise RowError(f"{place_of(rows, number)} cannot be rendered: {' '.join(str(error).split())}") from error
-        if max(len(side.ids) for side in sides) > longest:
-            too_long += 1
-            continue
-        chosen, rejected = (
-            Trajectory(ids=side.ids, roles=side.roles, turns=side.turns, author="demonstrator", group=number)
-            for side in sides
-        )
-        kept.append(AnswerPair(chosen=chosen, rejected=rejected))
-    if not kept:
-        raise RowError(
-            f"no pair is left of {too_long + same} rows: {too_long} have a side longer than {longest} tokens, in {same} "
-            "both sides are the same; raise max_length, or look at the rows"
-        )
-    left_out = [f"{n} {why}" for n, why in ((too_long, "too long"), (same, "the same twice")) if n]
-    return kept, f"{len(kept)} pairs; left out: {', '.join(left_out)}" if left_out else ""
-
-
-def rendered_row(found: Record, *, policy: LoadedModel, chat: ChatOptions) -> Rendered:
-    """A demonstration as tokens with roles."""
-    how: dict[str, Any] = {
-        "chat_template_kwargs": chat.chat_template_kwargs or None,
-        "stop_ids": policy.stop_ids,
-    }
-    if found.messages is not None:
-        return render(policy.tokenizer, found.messages, train="assistant", system_prompt=chat.system_prompt, **how)
-    if found.text is not None:
-        first, rest = found.text[:1], found.text[1:]
-        return render_pair(policy.tokenizer, first, rest, **how)
-    assert found.prompt is not None
-    assert found.completion is not None
-    system = None if isinstance(found.prompt, str) else chat.system_prompt
-    return render_pair(policy.tokenizer, found.prompt, found.completion, system_prompt=system, **how)
+def demonstrated_splits(
+    source: RowsSource, evaluation: HeldOutOptions, *, seed: int, eval_data: Any = None
+) -> tuple[Rows, Rows | None]:
+    """(rows to imitate, those held out): a task's gold answers, or the user's. None: a task brings its own test rows."""
+    found = open_named(source)
+    if isinstance(found, Splits):
+        demonstration_kind(found.train)
+        check_columns(found.train, "sft")
+        rows = found
+    else:
+        n = _EPISODES if hasattr(found, "env") else _TRAIN_ROWS
+        rows = Splits(train=demonstrations(found, "train", n=n, seed=seed))
+    given = evaluation.data is not None or eval_data is not None
+    if not evaluation.every or not (given or rows is found):
+        return rows.train, None
+    return held_out(rows, evaluation, eval_data=eval_data, task=lambda task: None)

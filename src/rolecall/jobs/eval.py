@@ -16,7 +16,7 @@ from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
 from rolecall.jobs.agents import EnvSource, env_source, episode_rows, open_arena, open_envs
 from rolecall.jobs.arguments import trl_arguments
-from rolecall.jobs.data import RowsSource, by_name, check_prompts, listed, open_reward, prompt_rows, unnamed
+from rolecall.jobs.data import by_name, check_prompts, listed, open_reward, prompt_rows, unnamed
 from rolecall.jobs.models import open_model, with_model
 from rolecall.jobs.prompting import AsMessages, prompting_of
 from rolecall.jobs.rl import sampler
@@ -26,8 +26,9 @@ from rolecall.recipes.episodes import EnvOnly, EpisodeEvaluator
 from rolecall.recipes.evaluate import Evaluation, Evaluator
 from rolecall.rewards.records import Reward
 from rolecall.tasks.env_names import is_task
-from rolecall.tasks.names import resolve
-from rolecall.tasks.rows import ChosenRows, Rows
+from rolecall.tasks.rows import Rows
+from rolecall.tasks.sources import RowsSource
+from rolecall.tasks.streams import head
 from rolecall.train.reference import Reference
 
 _log = logging.getLogger("rolecall")
@@ -36,7 +37,7 @@ _log = logging.getLogger("rolecall")
 @trl_arguments
 def eval(  # the name of the command
     *,
-    rows: str | Sequence[Mapping[str, Any]] | None = None,
+    rows: RowsSource | None = None,
     env: EnvSource | None = None,
     reward: Any = None,
     **settings: Any,
@@ -54,7 +55,7 @@ def eval(  # the name of the command
 def run(
     options: EvalOptions,
     *,
-    rows: Sequence[Mapping[str, Any]] | None = None,
+    rows: RowsSource | None = None,
     env: EnvSource | None = None,
     rewards: Sequence[Any] | None = None,
 ) -> Evaluation:
@@ -80,7 +81,7 @@ def run(
         wrapped = learnt.style == "chat" if options.template is None else options.template
         found = AsMessages(found) if wrapped else found
         chat = learnt.filled(options.chat)
-        chosen = ChosenRows(found, range(min(options.n, len(found))))
+        chosen = head(found, options.n)
         sources = rewards or options.reward
         if not sources and task_reward is None:
             sources = tuple(learned.get("reward", ()))
@@ -122,7 +123,7 @@ def _episodes(
             prompt = learned.get("agent", {}).get("prompt")
         all_rows, test = episode_rows(env, source, how, n=options.n, seed=options.seed, prompt=prompt)
         found = all_rows if test is None else test
-        chosen = ChosenRows(found, range(min(options.n, len(found))))
+        chosen = head(found, options.n)
         sources = rewards or options.reward or tuple(learned.get("reward", ()))
         reward: Reward = EnvOnly()
         if sources:
@@ -152,15 +153,15 @@ def _against(options: EvalOptions) -> Reference | None:
 
 def _held_out(source: RowsSource, learned: Mapping[str, Any], options: EvalOptions) -> tuple[Rows, str | None]:
     """The rows to ask, and their task's own reward."""
-    found: Any = resolve(source) if isinstance(source, str) else None
-    if hasattr(found, "gold"):
-        _, test, reward = prompt_rows(source, HeldOutOptions(every=1, rows=options.n), seed=options.seed)
-        assert test is not None
-        return test, reward
+    if isinstance(source, str) and is_task(source):
+        task = prompt_rows(source, HeldOutOptions(every=1, rows=options.n), seed=options.seed)
+        assert task.test is not None
+        return task.test, task.reward
     if not isinstance(source, str) or not _same(source, learned.get("rows")):
-        return prompt_rows(source, HeldOutOptions(), seed=options.seed)[0], None
+        return prompt_rows(source, HeldOutOptions(), seed=options.seed).train, None
     how = HeldOutOptions(**learned["eval"])
-    rows, test, _ = prompt_rows(source, replace(how, rows=options.n), seed=options.seed)
+    found = prompt_rows(source, replace(how, rows=options.n), seed=options.seed)
+    rows, test = found.train, found.test
     if test is None:
         _log.warning(
             "%s learned from all rows of %s: these numbers say nothing about other rows", options.model, source

@@ -1,6 +1,6 @@
 """`rolecall expert-iteration`: sample, keep the good answers, imitate them, again."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from rolecall.jobs.arguments import trl_arguments
 from rolecall.jobs.data import (
     by_name,
     check_prompts,
+    eval_named,
     labelled,
     listed,
     open_judge,
@@ -30,6 +31,7 @@ from rolecall.recipes.ask import Asker
 from rolecall.recipes.collect import run_state
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.expert_iteration import ExpertIterationLearner
+from rolecall.tasks.sources import RowsSource
 from rolecall.train.callbacks import Given
 from rolecall.train.progress import Progress
 from rolecall.train.rundir import RunDir
@@ -39,7 +41,8 @@ from rolecall.train.timing import Timer
 @trl_arguments
 def expert_iteration(
     *,
-    rows: str | Sequence[Mapping[str, Any]] | None = None,
+    rows: RowsSource | None = None,
+    eval_data: RowsSource | None = None,
     reward: Any = None,
     progress: Progress | None = None,
     callbacks: Sequence[Given] = (),
@@ -47,29 +50,29 @@ def expert_iteration(
 ) -> Run:
     """Expert iteration: `expert_iteration(model="runs/sft-1", rows="data.jsonl", reward=my_reward, steps=5)`.
 
-    `rows` may be a list of dicts, `reward` a function or a list of them. All other settings are those of
+    `rows` and `eval_data` may be lists of dicts, data frames or Hugging Face datasets, `reward` a function or a list of them. All other settings are those of
     `rolecall expert-iteration`, nested or dotted.
     """
     rewards = listed(reward)
-    given = {**with_model(settings), **by_name(rows=rows, reward=rewards)}
+    given = {**with_model(settings), **by_name(rows=rows, reward=rewards), **eval_named(eval_data)}
     saved = saved_settings(given.get("out")) if given.get("resume") else {}
     options = resolve(ExpertIterationOptions, [("config.json", saved), ("the call", given)]).options
-    return unless_stopped(
-        run(options, rows=unnamed(rows), rewards=rewards or None, progress=progress, callbacks=callbacks)
-    )
+    given_rows = {"rows": unnamed(rows), "eval_data": unnamed(eval_data)}
+    return unless_stopped(run(options, **given_rows, rewards=rewards or None, progress=progress, callbacks=callbacks))
 
 
 def run(
     options: ExpertIterationOptions,
     *,
-    rows: Sequence[Mapping[str, Any]] | None = None,
+    rows: RowsSource | None = None,
+    eval_data: RowsSource | None = None,
     rewards: Sequence[Any] | None = None,
     progress: Progress | None = None,
     callbacks: Sequence[Given] = (),
 ) -> Run:
     """Run from options; rows and rewards that are objects take the place of the named ones."""
     options = labelled(options, rows=rows, reward=rewards)
-    build = partial(_build, rows=rows, rewards=rewards)
+    build = partial(_build, rows=rows, eval_data=eval_data, rewards=rewards)
     return execute("expert-iteration", options, build, progress=progress, callbacks=callbacks)
 
 
@@ -79,13 +82,16 @@ def _build(
     timer: Timer,
     stack: ExitStack,
     *,
-    rows: Sequence[Mapping[str, Any]] | None,
+    rows: RowsSource | None,
+    eval_data: RowsSource | None,
     rewards: Sequence[Any] | None,
 ) -> Built:
-    train, test, task_reward = prompt_rows(options.rows if rows is None else rows, options.eval, seed=options.seed)
+    source = options.rows if rows is None else rows
+    found = prompt_rows(source, options.eval, seed=options.seed, eval_data=eval_data)
+    train, test = found.train, found.test
     reward = open_reward(
         rewards or options.reward,
-        task_reward,
+        found.reward,
         stack,
         weights=options.reward_weights,
         deadline_s=options.reward_deadline,
@@ -117,7 +123,7 @@ def _build(
 
     evaluate = None
     if test is not None:
-        judge, beside = open_judge(options, reward, task_reward, stack, rows=test)
+        judge, beside = open_judge(options, reward, found.test_reward, stack, rows=test)
         evaluate = Evaluator(
             policy=policy,
             engine=engine,

@@ -15,6 +15,7 @@ from rolecall.jobs.models import open_model, with_model
 from rolecall.jobs.prompting import Prompting, prompting_of
 from rolecall.policy.load import LoadedModel, reading
 from rolecall.policy.render import render
+from rolecall.policy.row_template import template_kwargs
 from rolecall.policy.token_text import token_texts
 from rolecall.recipes.sampling import trajectory_of
 from rolecall.rollout.engine import check_requests
@@ -89,24 +90,22 @@ def generate(options: GenerateOptions | None = None, /, **settings: Any) -> list
 
 def run(options: GenerateOptions) -> Generated:
     """Load the model, render the prompts, sample. Whatever is wrong with the call is found before sampling starts."""
-    prompts: list[Prompt] = [*options.prompts, *_read_prompts(options.prompts_file)]
-    loaded, learnt = (
-        open_model(options.model, dtype=options.dtype, **reading(options.policy)),
-        prompting_of(options.model),
-    )
+    rows = [*({"prompt": prompt} for prompt in options.prompts), *_read_prompts(options.prompts_file)]
+    loaded = open_model(options.model, dtype=options.dtype, **reading(options.policy))
+    learnt = prompting_of(options.model)
     try:
         requests = [
             Request(
-                prompt_ids=prompt_ids(loaded, prompt, options, learnt),
+                prompt_ids=prompt_ids(loaded, row["prompt"], options, learnt, row=row),
                 sampling=options.sampling,
                 n=options.n,
                 seed=options.seed,
                 prompt=i,
             )
-            for i, prompt in enumerate(prompts)
+            for i, row in enumerate(rows)
         ]
-        rows = loaded.model.get_output_embeddings().weight.shape[0]
-        check_requests(requests, context_length=loaded.context_length, vocabulary=rows)
+        vocabulary = loaded.model.get_output_embeddings().weight.shape[0]
+        check_requests(requests, context_length=loaded.context_length, vocabulary=vocabulary)
         engine = open_engine(loaded, name=options.engine)
     except UserError:
         raise
@@ -115,14 +114,20 @@ def run(options: GenerateOptions) -> Generated:
     start = time.perf_counter()
     completions = engine.generate(requests)
     seconds = time.perf_counter() - start
-    answers = tuple(_answer(loaded, prompts[c.prompt], requests[c.prompt], c) for c in completions)
+    answers = tuple(_answer(loaded, rows[c.prompt]["prompt"], requests[c.prompt], c) for c in completions)
     return Generated(answers=answers, seconds=seconds, engine="native" if isinstance(engine, NativeEngine) else "hf")
 
 
 def prompt_ids(
-    loaded: LoadedModel, prompt: Prompt, options: GenerateOptions, learnt: Prompting | None = None
+    loaded: LoadedModel,
+    prompt: Prompt,
+    options: GenerateOptions,
+    learnt: Prompting | None = None,
+    *,
+    row: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
-    """The prompt as tokens, in the model's chat template if it is to be; if nothing is said of that, as in its run."""
+    """The prompt as tokens, with the tools of its row, in the model's chat template if it is to be; if nothing is said of
+    that, as in its run."""
     learnt = learnt or Prompting()
     messages = isinstance(prompt, list | tuple)
     plain = learnt.style == "text" and not messages and options.system is None
@@ -136,19 +141,28 @@ def prompt_ids(
         json.dumps([prompt, options.system], ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:  # a stray byte on the command line, half a pair in a JSON escape
         raise UserError("a prompt holds a character that is not valid Unicode; check how it is encoded") from error
+    filled = learnt.filled(ChatOptions(system_prompt=options.system, chat_template_kwargs=options.chat_template_kwargs))
+    try:
+        kwargs = template_kwargs(row or {}, filled.chat_template_kwargs, plain=not chat)
+    except ValueError as error:
+        raise UserError(f"the row of prompt {_quoted(prompt)}: {error}") from error
     if not chat:
         return tuple(loaded.tokenizer(prompt, **_QUIET)["input_ids"])
-    asked = ChatOptions(system_prompt=options.system, chat_template_kwargs=options.chat_template_kwargs)
-    return _chat_ids(loaded, prompt, learnt.filled(asked))
+    return _chat_ids(loaded, prompt, filled.system_prompt, kwargs)
 
 
-def _chat_ids(loaded: LoadedModel, prompt: Prompt, chat: ChatOptions) -> tuple[int, ...]:
+def _quoted(prompt: Prompt) -> str:
+    text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
+    return repr(text if len(text) <= 40 else f"{text[:37]}...")
+
+
+def _chat_ids(loaded: LoadedModel, prompt: Prompt, system: str | None, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
     try:
         return render(
             loaded.tokenizer,
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
-            system_prompt=chat.system_prompt,
-            chat_template_kwargs=chat.chat_template_kwargs or None,
+            system_prompt=system,
+            chat_template_kwargs=kwargs or None,
             add_generation_prompt=True,
             stop_ids=loaded.stop_ids,
         ).ids
@@ -172,8 +186,8 @@ def _short(text: Any) -> str:
     return shown if len(shown) <= 60 else f"{shown[:40]}…{shown[-19:]}"
 
 
-def _read_prompts(file: str | None) -> list[Prompt]:
-    """One prompt per line of a .txt file; of a .jsonl file the `prompt` or `messages` of each row."""
+def _read_prompts(file: str | None) -> list[dict[str, Any]]:
+    """Rows with a `prompt`: the lines of a .txt file, or the rows of a .jsonl file, which may name it `messages`."""
     if file is None:
         return []
     path = Path(file).expanduser()
@@ -191,18 +205,18 @@ def _read_prompts(file: str | None) -> list[Prompt]:
     if not numbered:
         raise UserError(f"prompts file {file!r} holds no prompts")
     if path.suffix == ".txt":
-        return [line for _, line in numbered]
-    return [_row_prompt(line, where=f"prompts file {file!r}, line {i}") for i, line in numbered]
+        return [{"prompt": line} for _, line in numbered]
+    return [_row(line, where=f"prompts file {file!r}, line {i}") for i, line in numbered]
 
 
-def _row_prompt(line: str, *, where: str) -> Prompt:
+def _row(line: str, *, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not a JSON object") from error
     prompt = row.get("prompt", row.get("messages")) if isinstance(row, dict) else None
     if isinstance(prompt, str) and prompt:
-        return prompt
+        return {**row, "prompt": prompt}
     if isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
-        return prompt
+        return {**row, "prompt": prompt}
     raise UserError(f"{where} needs `prompt`, a text that is not empty, or `messages`, each with a role")

@@ -15,6 +15,8 @@ from rolecall.jobs.rl import sampler
 from rolecall.policy.load import reading
 from rolecall.policy.token_text import token_texts
 from rolecall.recipes.episodes import EnvOnly
+from rolecall.tasks.sources import RowsSource
+from rolecall.tasks.streams import head
 from rolecall.types import Finish, Trajectory
 
 
@@ -39,18 +41,14 @@ class Conversation:
     """The text of each token of each sample."""
 
 
-def play(
-    *, env: EnvSource, rows: str | Sequence[Mapping[str, Any]] | None = None, **settings: Any
-) -> list[Conversation]:
+def play(*, env: EnvSource, rows: RowsSource | None = None, **settings: Any) -> list[Conversation]:
     """Play episodes: `play(model="runs/agent", env="calculator", n=4)`. `env` may be a class, `rows` a list of dicts."""
     settings |= {"rows": rows} if isinstance(rows, str) else {}
     options = make(PlayOptions, {**with_model(settings), "env": env_label(env)})
     return run(options, env=None if isinstance(env, str) else env, rows=None if isinstance(rows, str) else rows)
 
 
-def run(
-    options: PlayOptions, *, env: EnvSource | None = None, rows: Sequence[Mapping[str, Any]] | None = None
-) -> list[Conversation]:
+def run(options: PlayOptions, *, env: EnvSource | None = None, rows: RowsSource | None = None) -> list[Conversation]:
     """Play from options; an environment and rows that are objects take the place of the named ones."""
     source = options.env if env is None else env
     with ExitStack() as stack:
@@ -60,7 +58,7 @@ def run(
             how = HeldOutOptions()
         train, test = episode_rows(source, given, how, n=options.n, seed=options.seed, prompt=options.agent.prompt)
         found = train if test is None else test
-        chosen = [found[i] for i in range(min(options.n, len(found)))]
+        chosen = list(head(found, options.n))
         envs = open_envs(source, options.agent, stack)
         policy = open_model(options.model, **reading(options.policy))
         chat = prompting_of(options.model).filled(options.chat)

@@ -29,6 +29,8 @@ from rolecall.recipes.sampling import as_completion
 from rolecall.rewards.records import Reward, Sample, Scored, trainer_state
 from rolecall.tasks.env_names import is_task
 from rolecall.tasks.rows import Rows
+from rolecall.tasks.sources import RowsSource
+from rolecall.tasks.streams import Stream
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.lock import LockedError
 from rolecall.train.progress import Progress, Quiet
@@ -58,7 +60,7 @@ def rescore(
     run: str | Path,
     *,
     reward: Any = None,
-    rows: str | Sequence[Mapping[str, Any]] | None = None,
+    rows: RowsSource | None = None,
     progress: Progress | None = None,
     **settings: Any,
 ) -> Rescored:
@@ -215,12 +217,18 @@ def _rows(options: RescoreOptions, rows: Any, config: Mapping[str, Any]) -> tupl
         raise UserError(f"{options.run} does not say which rows it answered; give them with --rows")
     if isinstance(source, str) and source.startswith("(given in Python)"):
         raise UserError(f"the rows of {options.run} came from Python; give them with --rows, or call rolecall.rescore")
-    evaluation, seed = HeldOutOptions(**config.get("eval", {})), int(config.get("seed") or 0)
+    evaluation, seed = _evaluation(config), int(config.get("seed") or 0)
     if env is not None:
         train, _ = episode_rows(env, source, evaluation, seed=seed)
         return train, None, isinstance(env, str) and is_task(env)
-    train, _, task_reward = prompt_rows(source, evaluation, seed=seed)
-    return train, task_reward, True
+    found = prompt_rows(source, evaluation, seed=seed)
+    return found.train, found.reward, True
+
+
+def _evaluation(config: Mapping[str, Any]) -> HeldOutOptions:
+    """How the run held rows out; those of `eval.data` were never among the ones it answered."""
+    found = HeldOutOptions(**config.get("eval", {}))
+    return found if found.data is None else HeldOutOptions()
 
 
 def _check_rows(store: RolloutStore, table: Rows, *, prompts: bool) -> None:
@@ -230,7 +238,7 @@ def _check_rows(store: RolloutStore, table: Rows, *, prompts: bool) -> None:
             where = f"{path}, row {number}"
             if details.prompt is None:
                 raise UserError(f"{where} does not say which row it answers, so it cannot be scored")
-            if details.prompt >= len(table):
+            if not isinstance(table, Stream) and details.prompt >= len(table):
                 raise UserError(
                     f"{where} answers row {details.prompt}, but there are {len(table)}; give the run's own rows with --rows"
                 )

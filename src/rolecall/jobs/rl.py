@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -32,11 +32,13 @@ from rolecall.jobs.arguments import trl_arguments
 from rolecall.jobs.data import (
     by_name,
     check_prompts,
+    eval_named,
     labelled,
     listed,
     open_judge,
     open_reward,
     prompt_rows,
+    steps_of,
     unnamed,
 )
 from rolecall.jobs.models import open_policy, open_reward_model, with_model
@@ -66,6 +68,7 @@ from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine, warn_if_support_is_cut
 from rolecall.rollout.open import open_engine
 from rolecall.tasks.rows import Rows
+from rolecall.tasks.sources import RowsSource
 from rolecall.train.callbacks import Given
 from rolecall.train.progress import Progress
 from rolecall.train.reference import Reference
@@ -79,7 +82,8 @@ _log = logging.getLogger("rolecall")
 def rl(
     *,
     preset: str = "grpo",
-    rows: str | Sequence[Mapping[str, Any]] | None = None,
+    rows: RowsSource | None = None,
+    eval_data: RowsSource | None = None,
     env: EnvSource | None = None,
     reward: Any = None,
     advantage: Callable[..., Any] | None = None,
@@ -90,13 +94,13 @@ def rl(
 ) -> Run:
     """Train with RL: `rl(model="tiny", rows="data.jsonl", reward=my_reward, preset="grpo", steps=50)`.
 
-    `rows` may be a list of dicts, `reward` a function or a list of them, `env` a class of environments to play episodes
+    `rows` and `eval_data` may be lists of dicts, data frames or Hugging Face datasets, `reward` a function or a list of them, `env` a class of environments to play episodes
     of several turns in; `advantage(batch)` and `loss(outputs, batch)` replace the preset's own. All other settings are those of `rolecall rl`, nested or dotted.
     """
     if preset not in RLOptions.presets:
         raise UserError(f"unknown preset {preset!r}; choose one of {', '.join(RLOptions.presets)}")
     rewards = listed(reward)
-    given = {**with_model(settings), **by_name(rows=rows, env=env, reward=rewards)}
+    given = {**with_model(settings), **by_name(rows=rows, env=env, reward=rewards), **eval_named(eval_data)}
     base = (f"preset {preset}", RLOptions.presets[preset])
     if given.get("resume"):
         base = ("config.json", saved_settings(given.get("out")))
@@ -105,6 +109,7 @@ def rl(
         run(
             options,
             rows=unnamed(rows),
+            eval_data=unnamed(eval_data),
             env=unnamed(env),
             rewards=rewards or None,
             advantage=advantage,
@@ -118,7 +123,8 @@ def rl(
 def run(
     options: RLOptions,
     *,
-    rows: Sequence[Mapping[str, Any]] | None = None,
+    rows: RowsSource | None = None,
+    eval_data: RowsSource | None = None,
     env: EnvSource | None = None,
     rewards: Sequence[Any] | None = None,
     advantage: Callable[..., Any] | None = None,
@@ -130,7 +136,7 @@ def run(
     if env is not None:
         options = replace(options, env=env_label(env))
     options = labelled(options, rows=rows, reward=rewards)
-    build = partial(_build, rows=rows, env=env, rewards=rewards, advantage=advantage, loss=loss)
+    build = partial(_build, rows=rows, eval_data=eval_data, env=env, rewards=rewards, advantage=advantage, loss=loss)
     return execute("rl", options, build, progress=progress, callbacks=callbacks)
 
 
@@ -140,7 +146,8 @@ def _build(
     timer: Timer,
     stack: ExitStack,
     *,
-    rows: Sequence[Mapping[str, Any]] | None,
+    rows: RowsSource | None,
+    eval_data: RowsSource | None,
     env: EnvSource | None,
     rewards: Sequence[Any] | None,
     advantage: Callable[..., Any] | None,
@@ -152,13 +159,19 @@ def _build(
     test: Rows | None = None
     reward: Reward = Unasked() if played is None else EnvOnly()
     asked = options.sampled_now or bool(options.eval.every)
-    task_reward = None
+    task_reward = test_reward = None
     if played is not None:
         check_episodes(options)
     if asked and played is not None:
-        train, test = episode_rows(played, given, options.eval, seed=options.seed, prompt=options.agent.prompt)
+        train, test = episode_rows(
+            played, given, options.eval, seed=options.seed, prompt=options.agent.prompt, eval_data=eval_data
+        )
     elif asked:
-        train, test, task_reward = prompt_rows("addition" if given is None else given, options.eval, seed=options.seed)
+        source = "addition" if given is None else given
+        found = prompt_rows(source, options.eval, seed=options.seed, eval_data=eval_data)
+        train, test, task_reward, test_reward = found.train, found.test, found.reward, found.test_reward
+    if train is not None:
+        options = steps_of(options, train, options.prompts)
     if train is not None and (played is None or rewards or options.reward):
         reward = open_reward(
             rewards or options.reward,
@@ -227,7 +240,7 @@ def _build(
     if test is not None and arena is not None:
         evaluate = EpisodeEvaluator(arena, rows=test, **how)
     elif test is not None:
-        judge, beside = open_judge(options, reward, task_reward, stack, rows=test)
+        judge, beside = open_judge(options, reward, test_reward, stack, rows=test)
         evaluate = Evaluator(
             policy=policy,
             engine=engine,

@@ -1,7 +1,7 @@
 """`rolecall rm`: train a reward model on preferences."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from rolecall.config.merge import resolve
 from rolecall.config.resume import saved_settings
 from rolecall.config.rm import RMOptions
 from rolecall.jobs.arguments import trl_arguments
-from rolecall.jobs.data import by_name, check_named, labelled, unnamed
+from rolecall.jobs.data import by_name, eval_named, labelled, preferences, steps_of, unnamed
 from rolecall.jobs.models import start_reward_model, with_model
 from rolecall.jobs.running import Built, Run, execute, loop_options, prepared, unless_stopped
 from rolecall.recipes.reward_model import (
@@ -21,12 +21,12 @@ from rolecall.recipes.reward_model import (
     centre,
     evaluate_reward_model,
     make_pairs,
-    preferences,
     read_checkpoint,
     save_reward_model,
     settings_of,
     write_checkpoint,
 )
+from rolecall.tasks.sources import RowsSource
 from rolecall.train.callbacks import Given
 from rolecall.train.progress import Progress
 from rolecall.train.state import first_non_finite
@@ -38,31 +38,34 @@ _log = logging.getLogger("rolecall")
 @trl_arguments
 def rm(
     *,
-    rows: str | Sequence[Mapping[str, Any]] | None = None,
+    rows: RowsSource | None = None,
+    eval_data: RowsSource | None = None,
     progress: Progress | None = None,
     callbacks: Sequence[Given] = (),
     **settings: Any,
 ) -> Run:
     """Train a reward model: `rm(model="runs/sft-1", rows="preferences.jsonl", steps=200)`.
 
-    `rows` may be a list of dicts. All other settings are those of `rolecall rm`, nested or dotted.
+    `rows` and `eval_data` may be lists of dicts, data frames or Hugging Face datasets. All other settings are those of `rolecall rm`, nested or dotted.
     """
-    settings = {**with_model(settings), **by_name(rows=rows)}
+    settings = {**with_model(settings), **by_name(rows=rows), **eval_named(eval_data)}
     saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
     options = resolve(RMOptions, [("config.json", saved), ("the call", settings)]).options
-    return unless_stopped(run(options, rows=unnamed(rows), progress=progress, callbacks=callbacks))
+    given = {"rows": unnamed(rows), "eval_data": unnamed(eval_data)}
+    return unless_stopped(run(options, **given, progress=progress, callbacks=callbacks))
 
 
 def run(
     options: RMOptions,
     *,
-    rows: Sequence[Mapping[str, Any]] | None = None,
+    rows: RowsSource | None = None,
+    eval_data: RowsSource | None = None,
     progress: Progress | None = None,
     callbacks: Sequence[Given] = (),
 ) -> Run:
     """Run from options; rows that are objects take the place of the named ones."""
-    options = labelled(options, rows=rows)
-    return execute("rm", options, partial(_build, rows=rows), progress=progress, callbacks=callbacks)
+    options, build = labelled(options, rows=rows), partial(_build, rows=rows, eval_data=eval_data)
+    return execute("rm", options, build, progress=progress, callbacks=callbacks)
 
 
 def _build(
@@ -71,13 +74,12 @@ def _build(
     timer: Timer,
     stack: ExitStack,
     *,
-    rows: Sequence[Mapping[str, Any]] | None,
+    rows: RowsSource | None,
+    eval_data: RowsSource | None,
 ) -> Built:
     budget = options.optim.token_budget
     model = start_reward_model(options.model, options)
-    if rows is None:
-        check_named("rows", options.rows)
-    train, held_out = preferences(options, rows)
+    train, held_out = preferences(options, rows, job="rm", eval_data=eval_data)
     pairs = make_pairs(model, train, chat=options.chat, max_length=options.max_length)
     if pairs.too_long or pairs.same:
         _log.warning("%s", pairs.in_words())
@@ -86,6 +88,7 @@ def _build(
         held = make_pairs(
             model, held_out, chat=options.chat, max_length=options.max_length, limit=options.eval.rows
         ).pairs
+    options = steps_of(options, pairs.pairs, options.batch)
     updater = prepared(model, options.optim, accelerator, timer)
     learner = RewardModelLearner(options, updater=updater, pairs=pairs.pairs)
 

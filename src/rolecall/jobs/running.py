@@ -163,7 +163,8 @@ def execute(
     """Run a job from its options: make or resume the run directory, build, loop, write the model and the report."""
     check_callbacks(callbacks)
     if options.extend:
-        options = replace(options, steps=options.steps + options.extend)
+        passes = {"epochs": None} if options.either else {}
+        options = replace(options, steps=options.steps + options.extend, **passes)
     if progress is None:
         progress = Quiet() if options.quiet else spoken()
     accelerator = _accelerator(options)
@@ -212,6 +213,8 @@ def _execute(
         check_new(path.parent, path.name, resume=options.resume, overwrite=options.overwrite)
         built = build(options, accelerator, timer, stack)
         config = configuration(options)
+        if "steps" in config:
+            config["steps"] = built.loop.steps  # those of `epochs`, now that the rows are known
         run = None
         if accelerator.is_main_process:
             run = stack.enter_context(_open(command, options, path))
@@ -247,14 +250,15 @@ def _execute(
         return Run(path=path, outcome=outcome, metrics=list(lines))
 
 
-def loop_options(options: Any, *, main: str) -> LoopOptions:
-    """When the loop does what; `main` is the evaluation's number to maximise."""
+def loop_options(options: Any, *, main: str, lower: bool = False) -> LoopOptions:
+    """When the loop does what; `main` is the evaluation's number to maximise, or with `lower` to minimise."""
     return LoopOptions(
         steps=options.steps,
         save_every=options.save.every,
         keep=options.save.keep,
         eval_every=options.eval.every,
         main=main,
+        lower=lower,
         stop_at=options.eval.stop_at,
     )
 
@@ -342,11 +346,13 @@ def _resume(path: Path, run: RunDir | None, built: Built, loop: Loop, config: Ma
 
 def _matters(name: str, old: object, new: object, config: Mapping[str, Any]) -> bool:
     """Whether a changed setting changes what is learned from here on."""
+    if name == "epochs":
+        return False  # the number of steps says it
     if name == "steps":
         return bool(config.get("optim", {}).get("schedule", "constant") != "constant")
     if name == "eval.every":
         return bool(old) != bool(new)  # with evaluation, rows without a test split are split
-    return name == "eval.held_out" or not name.startswith(("save.", "eval."))
+    return name in ("eval.held_out", "eval.data") or not name.startswith(("save.", "eval."))
 
 
 def _describe(

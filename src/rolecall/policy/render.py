@@ -13,6 +13,7 @@ appended to them; where a template rewrites the past, that is said once and a ne
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -252,6 +253,14 @@ class _Template:
             raise ValueError("roles need the character span of each token, which only fast tokenizers know: use one")
         self.tokenizer = tokenizer
         self.kwargs = dict(kwargs or {})
+        if self.kwargs.get("tools") and _ignores_tools(
+            tokenizer, self.kwargs.get("chat_template"), str(tokenizer.chat_template)
+        ):
+            warnings.warn(
+                "the rows or the environment bring tools, but the model's chat template does not show them: the model is "
+                "not told which tools it has; use a model whose template does, or put them into the system message",
+                stacklevel=4,
+            )
         self.stop_ids = frozenset(_stop_ids(tokenizer, stop_ids))
 
     def text(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
@@ -411,6 +420,20 @@ def _warn_rewritten(*, stacklevel: int) -> None:
         "turns whose text it changed are not trained, and a conversation goes on as a new sample with its past only read",
         stacklevel=stacklevel,
     )
+
+
+@lru_cache(maxsize=64)
+def _ignores_tools(tokenizer: PreTrainedTokenizerBase, template: str | None, own: str) -> bool:
+    """Whether a question reads the same with a tool and without. `template` takes the place of the tokenizer's own."""
+    tool = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"type": "object"}}}
+    question = [{"role": "user", "content": "?"}]
+    texts = []
+    for tools in (None, [tool]):
+        try:
+            texts.append(tokenizer.apply_chat_template(question, tokenize=False, tools=tools, chat_template=template))
+        except Exception:  # a template is a program of the model's author and may raise anything
+            return False
+    return texts[0] == texts[1]
 
 
 def _with_system_prompt(messages: Sequence[Message], system_prompt: str | None) -> list[Message]:

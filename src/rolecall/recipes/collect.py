@@ -13,7 +13,7 @@ from rolecall.recipes.ask import Answered, Asker
 from rolecall.rewards.records import Messages, Reward, Scored, trainer_state
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
-from rolecall.train.data import RowOrder
+from rolecall.train.data import RowOrder, StreamOrder, order_of
 from rolecall.train.timing import Timer
 from rolecall.types import Trajectory
 
@@ -71,9 +71,9 @@ class Collector(Protocol):
         ...
 
 
-def run_state(options: Any, order: RowOrder | None, step: int, *, rank: int = 0) -> dict[str, Any]:
-    """What rewards see as `trainer_state` when so many steps are done; without rows there are no epochs."""
-    taken, rows = (0, 0) if order is None else (order.taken, order.rows)
+def run_state(options: Any, order: RowOrder | StreamOrder | None, step: int, *, rank: int = 0) -> dict[str, Any]:
+    """What rewards see as `trainer_state` when so many steps are done; a stream has no epochs, nor has no rows at all."""
+    taken, rows = (order.taken, order.rows) if isinstance(order, RowOrder) else (0, 0)
     return trainer_state(step=step, steps=options.steps, taken=taken, rows=rows, per_step=options.prompts, rank=rank)
 
 
@@ -100,7 +100,7 @@ class Answers:
         """Of every step's prompts, rank r of n takes each n-th, from the r-th on; `all_sum` adds over ranks."""
         self.options, self.policy, self.engine, self.reward, self.rows = options, policy, engine, reward, rows
         self.timer, self.rank, self.ranks, self.all_sum = timer, rank, ranks, all_sum
-        self.order = RowOrder(len(rows), seed=options.seed)
+        self.order = order_of(rows, seed=options.seed)
 
     def collect(self, step: int) -> Collected:
         """Sample answers to the next prompts and score them."""

@@ -19,7 +19,7 @@ from rolecall.experience.batches import collate, lengths_of
 from rolecall.maths.losses import dpo
 from rolecall.maths.roles import TrainRule
 from rolecall.policy.packing import micro_batches
-from rolecall.train.data import RowOrder
+from rolecall.train.data import order_of
 from rolecall.train.metrics import Meter
 from rolecall.train.optim import lr_factor, set_lr
 from rolecall.train.reference import Reference
@@ -41,9 +41,7 @@ class AnswerPair:
 class DPOLearner:
     """The preference side of `train.loop.Learner`."""
 
-    def __init__(
-        self, options: DPOOptions, *, updater: Updater, reference: Reference, pairs: Sequence[AnswerPair]
-    ) -> None:
+    def __init__(self, options: DPOOptions, *, updater: Updater, reference: Reference, pairs: Any) -> None:
         if options.batch < updater.accelerator.num_processes:
             raise ValueError(
                 f"{options.batch} pairs per step cannot be shared by {updater.accelerator.num_processes} processes; "
@@ -51,7 +49,7 @@ class DPOLearner:
             )
         self.options, self.updater, self.reference, self.pairs = options, updater, reference, pairs
         self.rule = TrainRule(stop=options.train_stop)
-        self.order = RowOrder(len(pairs), seed=options.seed)
+        self.order = order_of(pairs, seed=options.seed)
         self._metrics: dict[str, float] = {}
 
     def collect(self, step: int) -> Batch:

@@ -21,7 +21,7 @@ from rolecall.rollout.agents.play import Played, Player, Wanted
 from rolecall.rollout.agents.pool import Envs
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
-from rolecall.train.data import RowOrder
+from rolecall.train.data import order_of
 from rolecall.train.reference import Reference
 from rolecall.train.timing import Timer
 from rolecall.types import Finish, Sampling, Trajectory
@@ -162,7 +162,7 @@ class Episodes:
     ) -> None:
         """Of every step's prompts, rank r of n takes each n-th, from the r-th on."""
         self.options, self.arena, self.rows, self.rank, self.ranks = options, arena, rows, rank, ranks
-        self.order = RowOrder(len(rows), seed=options.seed)
+        self.order = order_of(rows, seed=options.seed)
         self._metrics: dict[str, float] = {}
 
     def collect(self, step: int) -> Collected:

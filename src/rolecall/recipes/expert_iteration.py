@@ -25,7 +25,7 @@ from rolecall.recipes.collect import run_state
 from rolecall.recipes.records import KEPT_EVERY, as_json
 from rolecall.recipes.rl import engine_weights
 from rolecall.recipes.sft import nll
-from rolecall.train.data import RowOrder
+from rolecall.train.data import order_of
 from rolecall.train.metrics import Meter
 from rolecall.train.optim import lr_factor, set_lr
 from rolecall.train.rundir import RunDir
@@ -63,7 +63,7 @@ class ExpertIterationLearner:
         self.options, self.policy, self.updater, self.asker = options, policy, updater, asker
         self.tokenizer = tokenizer
         self.rule = TrainRule(stop=options.train_stop)
-        self.order = RowOrder(len(asker.rows), seed=options.seed)
+        self.order = order_of(asker.rows, seed=options.seed)
         self.run: RunDir | None = None
         self._metrics: dict[str, float] = {}
         self._meter = Meter()

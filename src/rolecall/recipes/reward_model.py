@@ -7,17 +7,17 @@ micro-batches and spread over ranks. Left out: answers are never cut to fit, and
 scores, which the loss leaves free; `centre` sets it when training ends.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import isfinite, nan, sqrt
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rolecall.config.dpo import DPOOptions
 from rolecall.config.parts import ChatOptions
 from rolecall.config.rm import RMOptions
 from rolecall.maths.losses import bradley_terry
@@ -25,20 +25,16 @@ from rolecall.policy.heads import RewardModel
 from rolecall.policy.load import Dtype
 from rolecall.policy.packing import micro_batches, right_padded
 from rolecall.rewards.model import RewardSettings, encode_answer, score_ids, write_settings
-from rolecall.tasks.builtin import preference_rows
 from rolecall.tasks.kinds import kind_of, record
-from rolecall.tasks.names import resolve
-from rolecall.tasks.rows import ListRows, RowError, Rows, split
-from rolecall.train.data import RowOrder
+from rolecall.tasks.rows import Row, RowError, Rows
+from rolecall.tasks.streams import Stream
+from rolecall.train.data import order_of
 from rolecall.train.manifest import RefusedCheckpointError
 from rolecall.train.metrics import Meter
 from rolecall.train.optim import lr_factor, set_lr
 from rolecall.train.persist import NotFinite
 from rolecall.train.state import first_non_finite, read_state, write_state
 from rolecall.train.step import Updater
-
-TASK_PAIRS = 4096
-"""Pairs drawn from a built-in task, if it has as many problems."""
 
 _STATE = "trainer"
 
@@ -59,8 +55,8 @@ class Pair:
 class Pairs:
     """Pairs to learn from or to be measured on, and what was left out."""
 
-    pairs: tuple[Pair, ...]
-    """In the order of the rows."""
+    pairs: Any
+    """A tuple of `Pair` in the order of the rows; of rows that are streamed, a stream of them."""
     too_long: int
     """Rows with a side longer than the limit."""
     same: int
@@ -70,24 +66,6 @@ class Pairs:
         """One sentence for people."""
         left_out = [f"{n} {why}" for n, why in ((self.too_long, "too long"), (self.same, "the same twice")) if n]
         return f"{len(self.pairs)} pairs" + (f"; left out: {', '.join(left_out)}" if left_out else "")
-
-
-def preferences(
-    options: RMOptions | DPOOptions, given: Sequence[Mapping[str, Any]] | None = None
-) -> tuple[Rows, Rows | None]:
-    """(rows to train on, rows held out); the latter are None if the run never evaluates.
-
-    `given` rows take the place of the named ones.
-    """
-    source: Any = resolve(options.rows) if given is None else ListRows(given)
-    evaluates = options.eval.every > 0
-    if not hasattr(source, "columns"):
-        held_out = preference_rows(source, "test", n=options.eval.rows, seed=options.seed) if evaluates else None
-        return preference_rows(source, "train", n=TASK_PAIRS, seed=options.seed), held_out
-    rows = cast(Rows, source)
-    if not evaluates:
-        return rows, None
-    return split(rows, held_out=options.eval.held_out, seed=options.seed)
 
 
 def settings_of(chat: ChatOptions, *, offset: float = 0.0) -> RewardSettings:
@@ -100,25 +78,32 @@ def settings_of(chat: ChatOptions, *, offset: float = 0.0) -> RewardSettings:
 def make_pairs(
     model: RewardModel, rows: Rows, *, chat: ChatOptions, max_length: int, limit: int | None = None
 ) -> Pairs:
-    """Rows as the model reads them, the first `limit` of them. A row that is no preference is an error with its number."""
-    if kind_of(rows) != "preference":
-        raise RowError(
-            f"the rows have the columns {', '.join(rows.columns)}; a preference needs `chosen` and `rejected`"
-        )
+    """Rows as the model reads them, the first `limit` of them; of a stream, as they come.
+
+    A row that is no preference is an error with its number.
+    """
+    kind_of(rows, among=("preference",), job="a preference needs")
     settings, longest = settings_of(chat), min(max_length, model.context_length)
-    pairs: list[Pair] = []
     too_long = same = 0
-    for number, row in zip(range(len(rows) if limit is None else limit), rows, strict=False):
+
+    def made(number: int, row: Row) -> Pair | None:
+        nonlocal too_long, same
         if row.get("chosen") is not None and row.get("chosen") == row.get("rejected"):
             same += 1
-            continue
+            return None
         pair = _pair(model, row, settings, number)
         if pair.chosen == pair.rejected:
             same += 1
         elif max(len(pair.chosen), len(pair.rejected)) > longest:
             too_long += 1
         else:
-            pairs.append(pair)
+            return pair
+        return None
+
+    if isinstance(rows, Stream):
+        return Pairs(pairs=rows.kept(made), too_long=0, same=0)
+    numbered = zip(range(len(rows) if limit is None else limit), rows, strict=False)
+    pairs = [pair for number, row in numbered if (pair := made(number, row)) is not None]
     if not pairs:
         raise RowError(
             f"no pair is left of {too_long + same} rows: {too_long} have a side longer than {longest} tokens, in {same} "
@@ -137,7 +122,7 @@ def _pair(model: RewardModel, row: Mapping[str, Any], settings: RewardSettings, 
         raise RowError(f"row {number}: `margin` must be a finite number, it is {margin!r}")
     try:
         chosen, rejected = (
-            encode_answer(model, found.prompt, answer, settings) for answer in (found.chosen, found.rejected)
+            encode_answer(model, found.prompt, answer, settings, row) for answer in (found.chosen, found.rejected)
         )
     except Exception as error:  # a chat template is a program of the model's author and may raise anything
         raise RowError(f"row {number} cannot be rendered: {error}") from error
@@ -149,9 +134,9 @@ def _pair(model: RewardModel, row: Mapping[str, Any], settings: RewardSettings, 
 class RewardModelLearner:
     """The reward model's side of `train.loop.Learner`. The updater's module is a `RewardModel`, wrapped or not."""
 
-    def __init__(self, options: RMOptions, *, updater: Updater, pairs: Sequence[Pair]) -> None:
+    def __init__(self, options: RMOptions, *, updater: Updater, pairs: Any) -> None:
         self.options, self.updater, self.pairs = options, updater, pairs
-        self.order = RowOrder(len(pairs), seed=options.seed)
+        self.order = order_of(pairs, seed=options.seed)
         self._metrics: dict[str, float] = {}
 
     def collect(self, step: int) -> list[Pair]:
@@ -274,9 +259,9 @@ def calibration_error(margins: Tensor, *, bins: int = 10) -> float:
     return float(gaps.abs().sum() / len(margins))
 
 
-def centre(model: RewardModel, pairs: Sequence[Pair], *, token_budget: int, limit: int = 512) -> float:
+def centre(model: RewardModel, pairs: Iterable[Pair], *, token_budget: int, limit: int = 512) -> float:
     """The mean score of both sides of the first pairs: the offset that gives rewards mean 0."""
-    some = pairs[:limit]
+    some = list(islice(pairs, limit))
     return float(score_ids(model, [s for p in some for s in (p.chosen, p.rejected)], token_budget=token_budget).mean())
 
 

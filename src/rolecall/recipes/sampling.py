@@ -9,7 +9,7 @@ import torch
 from rolecall.config.parts import ChatOptions
 from rolecall.maths.roles import Role, response_roles
 from rolecall.policy.load import LoadedModel
-from rolecall.policy.render import render
+from rolecall.recipes.rendering import rendered_prompt
 from rolecall.rollout.engine import Engine, in_order
 from rolecall.train.timing import Timer
 from rolecall.types import Completion, Finish, Request, Sampling, Trajectory
@@ -26,16 +26,9 @@ def prompt_request(
     step: int,
     prompt: int,
 ) -> Request:
-    """The request for a row's prompt: messages through the chat template, text as it is."""
-    rendered = render(
-        policy.tokenizer,
-        row["prompt"],
-        system_prompt=None if isinstance(row["prompt"], str) else chat.system_prompt,
-        chat_template_kwargs=chat.chat_template_kwargs or None,
-        add_generation_prompt=None if isinstance(row["prompt"], str) else True,
-        stop_ids=policy.stop_ids,
-    )
-    return Request(prompt_ids=rendered.ids, sampling=sampling, n=n, seed=seed, step=step, prompt=prompt)
+    """The request for a row's prompt."""
+    ids = rendered_prompt(row, policy=policy, chat=chat).ids
+    return Request(prompt_ids=ids, sampling=sampling, n=n, seed=seed, step=step, prompt=prompt)
 
 
 def answered(engine: Engine, requests: Sequence[Request], timer: Timer) -> list[Completion]:

@@ -9,9 +9,10 @@ from rolecall.experience.batches import collate
 from rolecall.maths import losses
 from rolecall.maths.roles import TrainRule
 from rolecall.policy.model import Outputs
-from rolecall.train.data import RowOrder
+from rolecall.train.data import order_of
 from rolecall.train.metrics import Meter
 from rolecall.train.optim import lr_factor, set_lr
+from rolecall.train.score import score
 from rolecall.train.step import Term, Updater, trained
 from rolecall.types import Batch, Trajectory
 
@@ -23,9 +24,9 @@ def nll(out: Outputs, batch: Batch) -> dict[str, Term]:
 
 
 class SFTLearner:
-    """The supervised side of `train.loop.Learner`. `demonstrations` are rendered rows."""
+    """The supervised side of `train.loop.Learner`. `demonstrations` are rendered rows, listed or streamed."""
 
-    def __init__(self, options: SFTOptions, *, updater: Updater, demonstrations: Sequence[Trajectory]) -> None:
+    def __init__(self, options: SFTOptions, *, updater: Updater, demonstrations: Any) -> None:
         if options.batch < updater.accelerator.num_processes:
             raise ValueError(
                 f"{options.batch} rows per step cannot be shared by {updater.accelerator.num_processes} processes; "
@@ -33,7 +34,7 @@ class SFTLearner:
             )
         self.options, self.updater, self.demonstrations = options, updater, demonstrations
         self.rule = TrainRule(stop=options.train_stop)
-        self.order = RowOrder(len(demonstrations), seed=options.seed)
+        self.order = order_of(demonstrations, seed=options.seed)
         self._metrics: dict[str, float] = {}
 
     def collect(self, step: int) -> Batch:
@@ -57,6 +58,16 @@ class SFTLearner:
             "skipped": float(result.skipped),
             **meter.result(self.updater.all_sum),
         }
+
+    def evaluate(self, demonstrations: Sequence[Trajectory]) -> dict[str, float]:
+        """The loss on other demonstrations: the mean over their trained tokens."""
+        batch = collate(demonstrations)
+        mask, updater = self.rule.eligible(batch.roles), self.updater
+        how = {"token_budget": updater.token_budget, "device": updater.accelerator.device}
+        found = score(updater.module, batch, mask, temperature=1.0, **how)
+        meter = Meter()
+        meter.mean("loss", losses.nll(found.logprobs, mask), mask)
+        return meter.result()
 
     def metrics(self) -> dict[str, float]:
         """The numbers of the last step."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from rolecall.policy.heads import RewardModel
 from rolecall.policy.load import Dtype, LoadError
 from rolecall.policy.packing import micro_batches, right_padded
+from rolecall.policy.row_template import template_kwargs
 from rolecall.rewards.records import Messages, Sample, Scored
 
 logger = logging.getLogger("rolecall.rewards")
@@ -66,13 +67,19 @@ def read_settings(directory: str | Path) -> RewardSettings:
 
 
 def encode_answer(
-    model: RewardModel, prompt: str | Messages, completion: str | Messages, settings: RewardSettings
+    model: RewardModel,
+    prompt: str | Messages,
+    completion: str | Messages,
+    settings: RewardSettings,
+    row: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
-    """Ids of a prompt with its answer, whose last one the score is read at.
+    """Ids of a prompt with its answer, whose last one the score is read at; `row` brings tools and template settings.
 
     Two texts are joined as they are and closed with the model's end-of-text token, if it has one. If either is a list of
     messages, a text beside it counts as one message: a user's prompt, an assistant's answer.
     """
+    plain = isinstance(prompt, str) and isinstance(completion, str)
+    kwargs = template_kwargs(row or {}, settings.chat_template_kwargs, plain=plain)
     if isinstance(prompt, str) and isinstance(completion, str):
         end = model.tokenizer.eos_token_id
         ids = model.encode(prompt + completion, system_prompt=settings.system_prompt)
@@ -82,7 +89,7 @@ def encode_answer(
     return model.encode(
         [*before, *answer],
         system_prompt=settings.system_prompt,
-        chat_template_kwargs=settings.chat_template_kwargs,
+        chat_template_kwargs=kwargs,
     )
 
 
@@ -162,7 +169,7 @@ class RewardModelReward:
     def _encode(self, sample: Sample) -> tuple[int, ...] | str:
         """Its ids, or why there are none."""
         try:
-            ids = encode_answer(self.model, sample.prompt, sample.completion, self.settings)
+            ids = encode_answer(self.model, sample.prompt, sample.completion, self.settings, sample.row)
         except Exception as error:  # a chat template is a program of the model's author and may raise anything
             return f"it cannot be rendered in the reward model's template: {error}"
         if len(ids) > self.model.context_length:

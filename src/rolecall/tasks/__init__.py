@@ -7,7 +7,8 @@ Nothing here imports torch.
 from rolecall.tasks.builtin import Task, demonstrations, preference_rows
 from rolecall.tasks.kinds import Kind, Record, kind_of, record, records
 from rolecall.tasks.names import find_task, resolve
-from rolecall.tasks.rows import ListRows, RowError, Rows, read_rows, split
+from rolecall.tasks.row_files import read_rows
+from rolecall.tasks.rows import ListRows, RowError, Rows, split
 
 __all__ = [
     "Kind",

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from rolecall.policy.row_template import tools_of
 from rolecall.tasks.rows import RowError, Rows
 
 Kind = Literal["prompt", "prompt_completion", "messages", "text", "preference"]
@@ -17,6 +18,7 @@ _NEEDS: dict[Kind, tuple[str, ...]] = {
     "messages": ("messages",),
     "text": ("text",),
 }
+_ORDER: tuple[Kind, ...] = ("prompt", "prompt_completion", "messages", "text", "preference")
 _MISTAKEN = {"question": "prompt", "problem": "prompt", "instruction": "prompt", "conversations": "messages"}
 
 
@@ -41,22 +43,21 @@ class Record:
     text: str | None = None
     """A whole text."""
     tools: Sequence[Any] = field(default_factory=tuple)
-    """Tool descriptions, for the chat template."""
+    """JSON schemas of its tools, for the chat template."""
 
 
-def kind_of(rows: Rows) -> Kind:
-    """Recognise rows by their columns. A row of verl is a "prompt" row."""
-    if not len(rows):
+def kind_of(rows: Rows, *, among: Sequence[Kind] | None = None, job: str = "training needs") -> Kind:
+    """Recognise rows by their columns; `among` are the kinds that a job takes. A row of verl is a "prompt" row."""
+    if not rows.columns:
         raise RowError("there are no rows")
     for kind, needs in _NEEDS.items():
-        if set(needs) <= set(rows.columns):
+        if (among is None or kind in among) and set(needs) <= set(rows.columns):
             return kind
     known = [(column, _MISTAKEN[column]) for column in rows.columns if column in _MISTAKEN]
     hint = f"rename `{known[0][0]}` to `{known[0][1]}`" if known else "rename the columns"
-    raise RowError(
-        f"the rows have the columns {', '.join(rows.columns)}; training needs `prompt`, `prompt` and `completion`, "
-        f"`messages`, `text`, or `chosen` and `rejected`: {hint}"
-    )
+    *others, last = (" and ".join(f"`{name}`" for name in _NEEDS[kind]) for kind in among or _ORDER)
+    needed = f"{', '.join(others)}, or {last}" if others else last
+    raise RowError(f"the rows have the columns {', '.join(rows.columns)}; {job} {needed}: {hint}")
 
 
 def records(rows: Rows, kind: Kind | None = None) -> Iterator[Record]:
@@ -83,7 +84,11 @@ def record(row: Mapping[str, Any], kind: Kind, *, number: int | str = 0) -> Reco
         raise RowError(f"{number}: `messages` must be a list of messages, it is a text; name the column `text`")
     if kind == "text" and not isinstance(fields["text"], str):
         raise RowError(f"{number}: `text` must be a text; name a list of messages `messages`")
-    return Record(kind=kind, row=row, tools=row.get("tools") or (), **fields)
+    try:
+        tools = tools_of(row)
+    except ValueError as error:
+        raise RowError(f"{number}: {error}") from error
+    return Record(kind=kind, row=row, tools=tools, **fields)
 
 
 def _checked(row: Mapping[str, Any], name: str, number: str) -> Any:

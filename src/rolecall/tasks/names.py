@@ -9,23 +9,32 @@ from typing import Any
 from rolecall.tasks.agent_tasks import AGENT_TASKS, AgentTask
 from rolecall.tasks.builtin import BUILT_IN, Task
 from rolecall.tasks.reasoning import find_reasoning
-from rolecall.tasks.rows import RowError, Rows, read_rows
+from rolecall.tasks.rows import RowError, Rows
+from rolecall.tasks.sources import RowsSource, Splits, named_splits, splits_of
 
 
 def resolve(name_or_path: str) -> Task | AgentTask | Rows:
-    """A task such as "addition:digits=3" or "rg:chain_sum", or the rows of a file or folder."""
-    kind = name_or_path.partition(":")[0]
+    """A task such as "addition:digits=3" or "rg:chain_sum", or the rows of a file, a folder or a hub dataset."""
+    found = open_source(name_or_path)
+    return found.train if isinstance(found, Splits) else found
+
+
+def open_source(source: RowsSource) -> Task | AgentTask | Splits:
+    """A task by its name, or rows: of a file, a folder, a hub dataset, or an object from Python."""
+    if not isinstance(source, str):
+        return splits_of(source)
+    kind = source.partition(":")[0]
     if kind in AGENT_TASKS:
-        return find_agent_task(name_or_path)
+        return find_agent_task(source)
     if kind in BUILT_IN or kind == "rg":
-        return find_task(name_or_path)
-    path = Path(name_or_path).expanduser()
+        return find_task(source)
+    path = Path(source).expanduser()
     if path.exists() or path.suffix or len(path.parts) > 1:
-        return read_rows(path)
+        return named_splits(source)
     known = [*BUILT_IN, *AGENT_TASKS]
     near = get_close_matches(kind, [*known, "rg"], n=1)
     hint = f"did you mean '{near[0]}'?" if near else f"tasks are {', '.join(known)} and rg:…"
-    raise RowError(f"there is no task, file or folder {name_or_path!r}; {hint}")
+    raise RowError(f"there is no task, file or folder {source!r}; {hint}")
 
 
 def find_task(name: str) -> Task:

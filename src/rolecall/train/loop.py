@@ -62,6 +62,8 @@ class LoopOptions:
     """Steps between evaluations; 0: never."""
     main: str
     """The evaluation's number that says which checkpoint is best; larger is better."""
+    lower: bool = False
+    """Smaller is better."""
     stop_at: float | None = None
     """End when it reaches this."""
     bad_steps: int = 3
@@ -177,7 +179,7 @@ class Loop:
             if error is None and self._due(step, o.eval_every):
                 score = self._evaluate(step)
                 improved = self.best_step == step
-                reached = o.stop_at is not None and score is not None and score >= o.stop_at
+                reached = o.stop_at is not None and score is not None and self._reaches(score, o.stop_at)
             if error is None and not reached:
                 error = self._untrained(step)
             asked = self._asked(stop)
@@ -243,7 +245,7 @@ class Loop:
         shown = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
         self.progress.say(f"evaluation at step {step}: {shown}")
         score = found.get(self.options.main)
-        if score is not None and not isnan(score) and step and (self.best is None or score > self.best):
+        if score is not None and not isnan(score) and step and (self.best is None or self._beats(score, self.best)):
             self.best, self.best_step = score, step
         return score
 
@@ -290,6 +292,12 @@ class Loop:
         if asked is Asked.CALLBACK_FAILED:
             return self._end(step, ExitCode.ERROR, f"{self.callbacks.failed or 'a callback failed'}; {saved}")
         return self._end(step, ExitCode.DONE, f"stopped at step {step} by {self.callbacks.stopped or 'a callback'}")
+
+    def _beats(self, score: float, other: float) -> bool:
+        return score < other if self.options.lower else score > other
+
+    def _reaches(self, score: float, other: float) -> bool:
+        return score == other or self._beats(score, other)
 
     def _save(self, step: int, stop: StopSignals) -> None:
         """A checkpoint; if the disk is full the run goes on and tries again at the next one."""

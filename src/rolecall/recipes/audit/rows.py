@@ -54,7 +54,7 @@ def look_at_prompts(setup: Setup) -> Prompts:
         prompt = row.get("prompt")
         # No tokenizer makes more tokens of a text than it has bytes, a few of its own around it apart.
         short = isinstance(prompt, str) and prompt and len(prompt.encode(errors="replace")) + 16 + room <= context
-        if short and len(found.ids) >= ENCODED:
+        if short and len(found.ids) >= ENCODED and not (row.get("tools") or row.get("chat_template_kwargs")):
             continue
         try:
             record(row, "prompt", number=place_of(setup.rows, index))

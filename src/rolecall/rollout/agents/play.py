@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Any
 
 from rolecall.config.agents import AgentOptions
+from rolecall.policy.row_template import template_kwargs, tools_of
 from rolecall.rollout.agents.conversation import Conversation, Dialect
 from rolecall.rollout.agents.pool import Envs, Failure, Start
 from rolecall.rollout.engine import Engine
@@ -105,10 +106,11 @@ class Player:
         """All of them to their ends, in the order given."""
         begun = self.clock()
         samples = 1 + max((w.sample for w in wanted), default=0)
+        dialects = {w.prompt: self._dialect(w.row) for w in wanted}
         episodes = [
             Played(
                 wanted=w,
-                sides={player: Conversation(self.dialect) for player in self.envs.players},
+                sides={player: Conversation(dialects[w.prompt]) for player in self.envs.players},
                 speaker=self.envs.players[0],
                 version=self.engine.version,
             )
@@ -136,6 +138,15 @@ class Player:
         for i, reply in self.envs.end(cut).items():
             self._ended(episodes[i], reply)
         return episodes
+
+    def _dialect(self, row: Mapping[str, Any]) -> Dialect:
+        """How a row's episodes are rendered: with the environment's tools, then its own."""
+        base, tools = self.dialect.template_kwargs, tools_of(row)
+        kwargs = template_kwargs(row, base)
+        if tools:
+            given = list(base.get("tools", ()))
+            kwargs["tools"] = [*given, *(tool for tool in tools if tool not in given)]
+        return replace(self.dialect, template_kwargs=kwargs)
 
     def _request(self, episode: Played, sampling: Sampling, seed: int, step: int, samples: int) -> Request | None:
         """What to ask for next, or None if there is no room left, which ends the episode."""
