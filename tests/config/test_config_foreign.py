@@ -244,7 +244,7 @@ MEANT = {
     "model.lr": "optim.lr",
     "max_tokens": "agent.max_tokens",
     "max_new_token": "sampling.max_new_tokens",
-    "prompt": "prompts",
+    "prompt": "agent.prompt",
     "sample": "samples",
     "step": "steps",
     "rewards": "reward",

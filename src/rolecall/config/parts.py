@@ -55,7 +55,7 @@ class PolicyOptions(LoadOptions):
     """bf16: the forward and backward passes run in bfloat16 where that is safe, weights and optimiser stay as they are."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
-    lora_rank: int | None = None
+    lora_rank: int | None = field(default=None, metadata={"known_as": ("lora_r", "r")})
     """Train a low-rank adapter of this rank instead of all weights (needs `rolecall[lora]`)."""
     lora_alpha: float | None = None
     """The adapter's scale; twice the rank if not given."""
