@@ -47,7 +47,9 @@ def test_two_processes_train_one_run(tmp_path):
     from test_ranks import free_port
 
     words = ["--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    (tmp_path / "mine.py").write_text("def odd(completions, **k):\n    return [len(c) % 2 for c in completions]\n")
     command = ["rl", "--preset", "ppo", "--rows", "sorting", "--steps", "2", "--prompts", "6", "--out", "runs/two"]
+    command += ["--reward", "mine.py:odd"]
     command += [
         "--sampling.max_new_tokens",
         "6",

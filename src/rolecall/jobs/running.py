@@ -179,6 +179,7 @@ def execute(
         raise UserError(str(error)) from error
     if accelerator.is_main_process:
         report_at_the_end(run.path)
+    accelerator.wait_for_everyone()  # a launcher ends all processes when one exits with an error
     accelerator.free_memory()
     gc.collect()  # wrapped models hold the process group, and hang if they outlive it
     accelerator.end_training()
