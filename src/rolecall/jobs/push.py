@@ -32,7 +32,7 @@ class Pushed:
 def push(run: str | Path, repo: str, *, private: bool = True, out: str | None = None, dry_run: bool = False) -> Pushed:
     """Upload a run's model: `push("runs/rl-1", "me/my-model").url`. With `dry_run` only the folder is written."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     place = Path(run).expanduser()
     held = _checked(place)
@@ -107,7 +107,8 @@ def _base(held: RunFiles) -> str | None:
 
 def _upload(folder: Path, repo: str, *, private: bool) -> str:
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+    from huggingface_hub.errors import HTTPError as ClientError  # type: ignore[attr-defined]
 
     kept = f"the folder is kept in {folder}"
     api = HfApi()
@@ -124,7 +125,7 @@ def _upload(folder: Path, repo: str, *, private: bool) -> str:
             ) from error
         why = " ".join(str(error).split())[:300]
         raise UserError(f"the hub refused {repo} ({why}); {kept}", exit_code=ExitCode.ERROR) from error
-    except (HTTPError, ConnectionError) as error:
+    except (ClientError, ConnectionError) as error:  # nobody answers
         why = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"the hub cannot be reached ({why}); {kept}", exit_code=ExitCode.RETRY) from error
     return str(made)
