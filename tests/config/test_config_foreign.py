@@ -33,6 +33,9 @@ def from_flags(*words):
 
 
 SAME = [
+    ("eval_dataset", "v.jsonl", {"eval.data": "v.jsonl"}),
+    ("num_train_epochs", 2, {"epochs": 2}),
+    ("data.val_files", "v.jsonl", {"eval.data": "v.jsonl"}),
     ("num_generations", 4, {"samples": 4}),
     ("max_completion_length", 64, {"sampling.max_new_tokens": 64}),
     ("learning_rate", 1e-4, {"optim.lr": 1e-4}),
@@ -171,7 +174,7 @@ REFUSED = [
     ({"num_generations": "x"}, "`num_generations` must be a whole number, got 'x'"),
     ({"max_steps": 100, "num_iterations": 2}, "`max_steps` counts optimiser steps, `steps` rollouts, which take 2"),
     ({"actor.ppo_mini_batch_size": 64}, "`algorithm.minibatches` how many mini-batches there are"),
-    ({"actor.loss_agg_mode": "seq-mean-token-sum-norm"}, "`algorithm.aggregate` takes their mean"),
+    ({"actor.loss_agg_mode": "seq-mean-token-sum-norm"}, "give `algorithm.aggregate` and `algorithm.norm`"),
     ({"actor.kl_loss_coef": 0.1}, "verl uses it with actor.use_kl_loss only"),
     ({"actor.use_kl_loss": True, "algorithm.use_kl_in_reward": True}, "the KL has one place, `algorithm.kl_in`"),
     ({"algorithm.adv_estimator": "gpg"}, "of algorithm.adv_estimator's values there are grpo, gae"),

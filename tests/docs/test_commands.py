@@ -26,7 +26,7 @@ MADE_ELSEWHERE = ("docs/results",)
 
 REWARDS = """
 def my_reward(completions, answer, **kwargs):
-    return [float(text.strip() == right) for text, right in zip(completions, answer)]
+    return [float(text.strip() == right) + len(text) / 100 for text, right in zip(completions, answer)]
 
 def shorter(completion_text):
     return -float(len(completion_text))
@@ -77,7 +77,7 @@ def place(tmp_path_factory):
             **short,
             **how,
         )
-        rolecall.rl(model="runs/sft-1", env="guessing", agent={"max_turns": 1}, out="runs/guess", **short, **how)
+        rolecall.rl(model="runs/sft-1", env="guessing", out="runs/guess", **short, **how)
         rolecall.marl(env="climbing", algo="ippo", out="runs/marl-1", **how)
         for name in ("start", "sft"):
             shutil.copytree("runs/sft-1", f"runs/{name}")

@@ -18,8 +18,8 @@ _KINDS = {**_KL, **{f"{name}+": kind for name, kind in _KL.items()}}
 _AGGREGATES = {
     **{mode: mode for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")},
     "seq-mean-token-sum-norm": Differs(
-        "verl adds up the answers of a mini-batch under this name, `algorithm.aggregate` takes their mean: give that, with a "
-        "learning rate to match"
+        "what verl divides by under this name is loss_scale_factor or the width of the batch, and before February 2026 it "
+        "did not divide by answers: give `algorithm.aggregate` and `algorithm.norm`, the constant length"
     ),
 }
 
