@@ -1,7 +1,7 @@
 """Two GRPO steps with a tiny random model of every causal family in transformers; writes the table in docs/models.md.
 
-    python benchmarks/families.py            all of them, some ten minutes on one core
-    python benchmarks/families.py mamba opt  these only, printed and not written
+python benchmarks/families.py            all of them, some ten minutes on one core
+python benchmarks/families.py mamba opt  these only, printed and not written
 """
 
 import sys

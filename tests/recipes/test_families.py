@@ -10,9 +10,24 @@ from rolecall.errors import UserError
 from rolecall.policy.load import load, make_trainable
 from rolecall.policy.model import PolicyModel
 
-QUICK = (
-    "bloom falcon gemma2 gpt2 gpt_oss llama4_text mamba mamba2 opt phi phimoe qwen2_moe rwkv bert cohere granite".split()
-)
+QUICK = [
+    "bloom",
+    "falcon",
+    "gemma2",
+    "gpt2",
+    "gpt_oss",
+    "llama4_text",
+    "mamba",
+    "mamba2",
+    "opt",
+    "phi",
+    "phimoe",
+    "qwen2_moe",
+    "rwkv",
+    "bert",
+    "cohere",
+    "granite",
+]
 REFUSED = {
     "blt": "token ids alone",
     "cpmant": "not causal",
