@@ -35,8 +35,9 @@ _WAYS = {
 }
 """How answers are made, the quickest first."""
 
-_AGREE = {torch.bfloat16: 0.1, torch.float32: 5e-4, torch.float64: 1e-6}
-"""How far log-probs of one way may be from those of a plain forward pass."""
+_AGREE = {torch.bfloat16: 0.05, torch.float32: 3e-5, torch.float64: 1e-7}
+"""How far log-probs of one way may be from those of a plain forward pass, on average: well within the band in which a
+run's engine and trainer must agree."""
 
 
 class HFEngine:
@@ -128,7 +129,7 @@ class HFEngine:
             logits = outputs_of(self._model, ids).logits[0, -len(answer.ids) - 1 : -1].float()
             expected = logits.log_softmax(-1).gather(1, ids[0, -len(answer.ids) :, None])[:, 0]
             gaps.append((torch.tensor(answer.behaviour_logprobs) - expected).abs())
-        return bool(torch.cat(gaps).max() <= _AGREE.get(self._dtype, 0.1))
+        return bool(torch.cat(gaps).mean() <= _AGREE.get(self._dtype, 0.05))
 
     def _limit(self, request: Request) -> int:
         """The most tokens an answer can have."""

@@ -1,0 +1,180 @@
+"""Model directories and files from somewhere: none runs code, hangs or ends in anything but one sentence."""
+
+import json
+import struct
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from gguf import GGUFWriter
+
+from rolecall.policy.heads import RewardModel
+from rolecall.policy.load import LoadError, load, save
+
+CODE = """
+from pathlib import Path
+Path({marker!r}).write_text("ran")
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+class TheirConfig(LlamaConfig):
+    model_type = "theirs"
+class TheirModel(LlamaForCausalLM):
+    config_class = TheirConfig
+class TheirTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.fixture
+def directory(tmp_path):
+    save(load("tiny"), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def refused(name, match, **options):
+    start = time.monotonic()
+    with pytest.raises(LoadError, match=match) as caught:
+        load(name, **options)
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - start < 30
+
+
+def brings_code(directory, part):
+    """Make the model or its tokenizer point to Python code that leaves a mark; returns where."""
+    marker = directory.parent / "marker"
+    (directory / "theirs.py").write_text(CODE.format(marker=str(marker)))
+    if part == "model":
+        names = {"AutoConfig": "theirs.TheirConfig", "AutoModelForCausalLM": "theirs.TheirModel"}
+        edit(directory / "config.json", model_type="theirs", auto_map=names)
+    else:
+        names = {"AutoTokenizer": [None, "theirs.TheirTokenizer"]}
+        edit(directory / "tokenizer_config.json", tokenizer_class="TheirTokenizer", auto_map=names)
+    return marker
+
+
+def generate(directory, home, *more):
+    words = ["generate", "--model", str(directory), "--prompt", "hi", "--sampling.max_new_tokens", "2", *more]
+    return subprocess.run(
+        [sys.executable, "-m", "rolecall", *words],
+        input="y\n" * 10,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "HOME": str(home),
+            "HF_HOME": str(home / "hf"),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "ROLECALL_KERNELS": "0",
+        },
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("part", ["model", "tokenizer"])
+def test_code_of_a_model_runs_only_if_it_is_trusted(directory, tmp_path, part):
+    marker = brings_code(directory, part)
+    ended = generate(directory, tmp_path)
+    assert not marker.exists(), ended.stderr
+    if part == "model":  # a tokenizer may be had without its code
+        assert ended.returncode != 0
+        assert "--policy.trust_remote_code" in ended.stderr
+        assert "Traceback" not in ended.stderr
+    ended = generate(directory, tmp_path, "--policy.trust_remote_code")
+    assert marker.exists(), ended.stderr
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_code_of_a_reward_model_does_not_run(directory):
+    RewardModel.from_policy(load(directory)).save(directory.parent / "rm")
+    marker = brings_code(directory.parent / "rm", "model")
+    with pytest.raises(LoadError, match="trust_remote_code"):
+        RewardModel.load(directory.parent / "rm")
+    assert not marker.exists()
+
+
+def test_a_header_of_many_tensors_is_not_parsed(directory):
+    header = json.dumps({f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(100_000)})
+    header += " " * (-len(header) % 8)
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode())
+    refused(directory, "at most 4,194,304 are read")
+    with pytest.raises(LoadError, match="at most 4,194,304 are read"):
+        RewardModel.load(directory)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"num_hidden_layers": 10_000_000}, "10,000,000, but the weights are"),
+        ({"num_hidden_layers": 1e7}, "not a number of layers"),
+        ({"num_hidden_layers": "many"}, "not a number of layers"),
+        ({"num_hidden_layers": -1}, "not a number of layers"),
+        ({"num_hidden_layers": 3}, "model"),
+        ({"num_attention_heads": 0}, "cannot be read"),
+        ({"num_attention_heads": "four"}, "cannot be read"),
+        ({"num_key_value_heads": 0}, "cannot be read"),
+        ({"hidden_size": None}, "cannot be read"),
+        ({"hidden_size": [128]}, "cannot be read"),
+        ({"vocab_size": -5}, "cannot be read"),
+        ({"rope_parameters": 7}, "cannot be read"),
+        ({"model_type": {}}, "cannot be read"),
+        ({"model_type": "nonesuch"}, "cannot be read"),
+    ],
+    ids=str,
+)
+def test_an_impossible_config(directory, changes, match):
+    edit(directory / "config.json", **changes)
+    if changes != {"num_hidden_layers": 3}:  # fewer layers than the files have is for transformers to report
+        refused(directory, match)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '"x"', "[" * 100_000, "\x00", ""])
+def test_a_config_that_is_no_object(directory, text):
+    (directory / "config.json").write_text(text)
+    refused(directory, "config.json cannot be read")
+
+
+def whole_gguf(path, *, layers=1):
+    writer = GGUFWriter(path, "llama")
+    writer.add_block_count(layers)
+    writer.add_tensor("token_embd.weight", np.zeros((8, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda b: b"", "does not begin with GGUF"),
+        (lambda b: b[:10], "does not begin with GGUF"),
+        (lambda b: b"GGML" + b[4:], "does not begin with GGUF"),
+        (lambda b: b[:4] + struct.pack("<I", 99) + b[8:], "version 99"),
+        (lambda b: b[:8] + struct.pack("<Q", 1 << 60) + b[16:], "at most 65,536"),
+        (lambda b: b[:16] + struct.pack("<Q", 1 << 60) + b[24:], "at most 65,536"),
+        (lambda b: b[:16] + struct.pack("<Q", 60_000) + b[24:], "cut short or damaged"),
+        (lambda b: b[: len(b) - 700], "cut short or damaged"),
+        (lambda b: b[:60], "cut short or damaged"),
+        (lambda b: b[:24] + b"\xff" * 40 + b[64:], "cut short or damaged"),
+        (lambda b: b, "cannot be read as GGUF"),
+    ],
+    ids=["empty", "short", "magic", "version", "tensors", "entries", "more", "cut", "cut-early", "noise", "no-model"],
+)
+def test_a_bad_gguf(tmp_path, damage, match):
+    good = whole_gguf(tmp_path / "good.gguf")
+    (tmp_path / "bad.gguf").write_bytes(damage(good))
+    refused(tmp_path / "bad.gguf", match, cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_gguf_of_ten_million_layers(tmp_path):
+    whole_gguf(tmp_path / "deep.gguf", layers=10_000_000)
+    refused(tmp_path / "deep.gguf", "10,000,000 layers but has 1 tensors", cache_dir=tmp_path / "cache")
