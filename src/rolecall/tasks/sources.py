@@ -176,7 +176,8 @@ def _offline(config: Any) -> Iterator[None]:
     """Look at copies on this machine only, instead of retrying for a minute."""
     from huggingface_hub import constants
 
-    before = [(place, place.HF_HUB_OFFLINE) for place in (config, constants)]
+    places: tuple[Any, ...] = (config, constants)
+    before = [(place, place.HF_HUB_OFFLINE) for place in places]
     try:
         for place, _ in before:
             place.HF_HUB_OFFLINE = True
