@@ -14,7 +14,7 @@ import polars
 import pyarrow
 import pytest
 
-from rolecall.tasks import RowError, kind_of, read_rows, resolve
+from rolecall.tasks import RowError, kind_of, read_rows, record, resolve
 from rolecall.tasks.names import open_source
 from rolecall.tasks.rows import share_of, split
 from rolecall.tasks.sources import Splits, hub_name
@@ -141,6 +141,16 @@ def test_splits(tmp_path):
 def test_objects_that_are_no_rows(given, sentence):
     with pytest.raises(RowError, match=sentence):
         open_source(given)
+
+
+def test_a_prompt_that_conversations_repeat_is_not_read_twice():
+    """As ultrafeedback has them: the prompt as text, and two whole conversations."""
+    asked = {"role": "user", "content": "hi"}
+    good, bad = ({"role": "assistant", "content": text} for text in ("hello", "no"))
+    found = record({"prompt": "hi", "chosen": [asked, good], "rejected": [asked, bad]}, "preference")
+    assert (found.prompt, found.chosen, found.rejected) == ([asked], [good], [bad])
+    found = record({"prompt": "hi", "chosen": [good], "rejected": [bad]}, "preference")
+    assert (found.prompt, found.chosen, found.rejected) == ("hi", [good], [bad])
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------

@@ -72,7 +72,12 @@ def record(row: Mapping[str, Any], kind: Kind, *, number: int | str = 0) -> Reco
     number = f"row {number}" if isinstance(number, int) else number
     fields = {name: _checked(row, name, number) for name in _NEEDS[kind]}
     if kind == "preference":
-        if row.get("prompt") is not None:
+        sides = [fields["chosen"], fields["rejected"]]
+        # A text beside conversations that begin with somebody else's message repeats what they begin with.
+        whole = isinstance(row.get("prompt"), str) and all(
+            not isinstance(side, str) and side[0]["role"] != "assistant" for side in sides
+        )
+        if row.get("prompt") is not None and not whole:
             fields["prompt"] = _checked(row, "prompt", number)
         else:
             fields["prompt"], fields["chosen"], fields["rejected"] = _parted(
