@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -308,6 +309,25 @@ def test_log_probs_that_are_missing_everywhere_are_refused_and_single_ones_left_
 
     rewritten(copied, lambda t: dataclasses.replace(t, behaviour_logprobs=None))
     assert "no token in" in refused(copied, tmp_path / "other")
+
+
+def test_a_token_that_is_not_among_those_it_could_be_drawn_from_is_refused(copied, tmp_path):
+    other = np.array([1], np.int32).tobytes()
+    rewritten(copied, lambda t: dataclasses.replace(t, supports=(b"",) * (len(t.ids) - 1) + (other,)))
+    assert "is not among those it could be drawn from" in refused(copied, tmp_path / "run")
+
+
+def test_answers_of_a_cut_vocabulary_that_was_not_recorded_are_warned_of(tmp_path, caplog):
+    """They can be trained on as they are, if they say that their log-probs are of the whole vocabulary."""
+    small = {"prompts": 2, "samples": 2, "steps": 1, "sampling.max_new_tokens": 3, "sampling.top_k": 5, "quiet": True}
+    with pytest.warns(UserWarning, match="top_k=5"):
+        rolecall.rl(rows="addition", reward=letters, out=str(tmp_path / "a"), **small, **{"sampling.logprobs": "full"})
+    train(tmp_path / "a", tmp_path / "b")
+    assert "4 of 4 answers were drawn from a part of the vocabulary that was not recorded" in caplog.text
+    caplog.clear()
+    rolecall.rl(rows="addition", reward=letters, out=str(tmp_path / "c"), **small)
+    train(tmp_path / "c", tmp_path / "d")
+    assert "not recorded" not in caplog.text
 
 
 def test_a_directory_without_rollouts_is_named(tmp_path):

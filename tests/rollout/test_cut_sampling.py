@@ -78,3 +78,27 @@ def test_a_support_that_is_the_whole_vocabulary_takes_no_room():
     (completion,) = ENGINES["native"](model).generate([request])
     assert completion.supports == (b"",) * len(completion.ids)
     assert STOP not in completion.ids[:-1]
+
+
+def test_a_conversation_keeps_them_beside_their_tokens():
+    from rolecall.rollout.agents.conversation import Sample
+    from rolecall.types import Completion, Finish
+
+    def said(ids, supports):
+        return Completion(
+            ids=ids,
+            behaviour_logprobs=(-1.0,) * len(ids),
+            finish=Finish.LENGTH,
+            policy_version=0,
+            prompt=0,
+            sample=0,
+            seed=0,
+            supports=supports,
+        )
+
+    sample = Sample()
+    sample.extend([1, 2], [1, 1], [(0, 2, "prompt")])
+    sample.add(said((5, 6), (b"\5\0\0\0", b"\6\0\0\0")))
+    sample.extend([7], [4], [(0, 1, "tool")])
+    sample.add(said((8,), None))
+    assert sample.ended().supports == [b"", b"", b"\5\0\0\0", b"\6\0\0\0", b"", b""]
