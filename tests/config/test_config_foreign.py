@@ -33,9 +33,7 @@ def from_flags(*words):
 
 
 SAME = [
-    ("eval_dataset", "v.jsonl", {"eval.data": "v.jsonl"}),
     ("num_train_epochs", 2, {"epochs": 2}),
-    ("data.val_files", "v.jsonl", {"eval.data": "v.jsonl"}),
     ("num_generations", 4, {"samples": 4}),
     ("max_completion_length", 64, {"sampling.max_new_tokens": 64}),
     ("learning_rate", 1e-4, {"optim.lr": 1e-4}),
