@@ -17,9 +17,9 @@ from transformers.utils import logging
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "recipes"))
 
-from family_models import FAMILIES, check_family, tiny_of
+from family_models import FAMILIES, check_family, tiny_of  # noqa: E402
 
-from rolecall.errors import UserError
+from rolecall.errors import UserError  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
