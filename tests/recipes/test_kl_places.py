@@ -12,6 +12,7 @@ import torch
 
 from rolecall.config.merge import resolve
 from rolecall.config.rl import AlgorithmOptions, RLOptions, plan
+from rolecall.look.rollouts import kl_kind_of
 from rolecall.maths.kl import KINDS, exact_kl, kl_estimate
 from rolecall.maths.roles import Role, TrainRule
 from rolecall.maths.shaping import shape_rewards
@@ -149,6 +150,13 @@ def test_the_plan_says_which_kl_is_used_where():
     rising = options_of("grpo", **{"algorithm.kl_coef": 0.1, "algorithm.kl_warmup": 30})
     assert "reference: yes (KL k3 in the loss, weight 0.1, rising over 30 steps);" in plan(rising)
     assert "reference: no;" in plan(options_of("grpo"))
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+@pytest.mark.parametrize("kind", ["auto", "k1", "clamp"])
+def test_the_report_shows_the_kind_that_the_run_used(kind, place):
+    o = AlgorithmOptions(kl_in=place, kl_kind=kind)
+    assert kl_kind_of(dataclasses.asdict(o)) == o.kl_estimator
 
 
 @pytest.mark.parametrize("kind", ["k2", "k3", "abs", "exact"])

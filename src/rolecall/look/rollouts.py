@@ -30,7 +30,7 @@ def rollouts_view(run: RunFiles, *, name: str, shown_steps: int) -> tuple[str, l
     return f'<p class="note">{about} {solid}</p>{view.html}', [view.data]
 
 
-def _kl_kind(options: Mapping[str, Any]) -> str:
+def kl_kind_of(options: Mapping[str, Any]) -> str:
     """The estimate that the run used."""
     kind = str(options.get("kl_kind", "k1"))
     return kind if kind != "auto" else "k3" if options.get("kl_in") == "loss" else "k1"
@@ -43,7 +43,7 @@ def _set(run: RunFiles, step: int, unit: str) -> SampleSet:
     if options.get("name") in ("grpo", "ppo") and is_number(options.get("clip_low")):
         clip = (1 - float(options["clip_low"]), 1 + float(options["clip_high"]))
     record = read_step(step, run.rollouts[step], run.updates.get(step))
-    chosen, left = samples(record, clip=clip, kl_kind=_kl_kind(options), unit=unit)
+    chosen, left = samples(record, clip=clip, kl_kind=kl_kind_of(options), unit=unit)
     notes = []
     if record.updates is not None:
         logged = next((line.get("loss") for line in run.steps if line["step"] == step), None)
