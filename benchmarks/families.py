@@ -17,9 +17,9 @@ from transformers.utils import logging
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "recipes"))
 
-from family_models import FAMILIES, check_family, tiny_of
+from family_models import FAMILIES, check_family, tiny_of  # noqa: E402
 
-from rolecall.errors import UserError
+from rolecall.errors import UserError  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
@@ -36,7 +36,8 @@ def outcome(family: str) -> tuple[str, str]:
         try:
             how = check_family(family, Path(directory))
         except UserError as error:
-            return REFUSED, _line(error).partition("cannot be trained here: ")[2] or _line(error)
+            why = _line(error).partition("cannot be trained here: ")[2]
+            return (REFUSED, why) if why else (WRONG, _line(error))
         except Exception as error:
             return WRONG, _line(error)
     return WORKS, how

@@ -93,6 +93,17 @@ def test_scales_and_caps_of_logits_are_the_models_own(family):
     torch.testing.assert_close(our_logprobs(PolicyModel(model), [row])[0].double(), expected, atol=2e-4, rtol=1e-4)
 
 
+def test_positions_that_roberta_cannot_use_are_not_context(tmp_path):
+    own = save_tiny("roberta", tmp_path)
+    policy = load(tmp_path)
+    assert policy.context_length == 126  # of 128 rows, those up to the pad id 1 are no positions
+    row = 5 + torch.arange(126)
+    expected = own_logprobs(own, row)
+    torch.testing.assert_close(
+        our_logprobs(PolicyModel(policy.model), [row])[0].double(), expected, atol=2e-4, rtol=1e-4
+    )
+
+
 def test_logits_that_are_changed_in_an_unknown_way_are_refused():
     model = tiny_of("llama")
     model.register_forward_hook(lambda _m, _a, output: output.__setitem__("logits", output.logits**3) or output)

@@ -299,7 +299,12 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 def _context_length(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     declared = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return int(declared or tokenizer.model_max_length)
+    length = int(declared or tokenizer.model_max_length)
+    for module in model.modules():
+        table, pad = getattr(module, "position_embeddings", None), getattr(module, "padding_idx", None)
+        if isinstance(table, torch.nn.Embedding) and isinstance(pad, int):
+            length = min(length, table.num_embeddings - pad - 1)  # RoBERTa counts positions from its pad id on
+    return length
 
 
 def _first_line(error: BaseException) -> str:
