@@ -23,7 +23,7 @@ CONTEXT = 128
 
 _SIZES: dict[int, str] = {
     32: "hidden_size d_model n_embd dim embedding_size word_embed_proj_dim output_embedding_size dim_model emb_dim "
-    "attention_hidden_size lru_width encoder_hidden_size cross_hidden_size embedding_dim hidden_dim",
+    "attention_hidden_size lru_width encoder_hidden_size cross_hidden_size embedding_dim hidden_dim hidden_size_global",
     48: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner ffn_hidden_size dim_ff moe_intermediate_size "
     "shared_expert_intermediate_size shared_intermediate_size feed_forward_size intermediate_size_mlp dff block_ff_dim "
     "moe_shared_expert_intermediate_size expert_ffn_hidden_size",

@@ -29,11 +29,10 @@ QUICK = [
     "granite",
 ]
 REFUSED = {
-    "blt": "token ids alone",
     "cpmant": "not causal",
-    "gemma4_unified_assistant": "token ids alone",
-    "prophetnet": "token ids alone",
-    "reformer": "token ids alone",
+    "gemma4_unified_assistant": "token ids fails",
+    "prophetnet": "one state per token",
+    "reformer": "token ids fails",
     "xlnet": "not causal",
 }
 NOT_BUILT = {

@@ -128,7 +128,7 @@ def make_trainable(model: PreTrainedModel, *, gradient_checkpointing: bool = Fal
     model.config.use_cache = False
     stop_dropout(model)
     for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
+        if isinstance(module, torch.nn.Embedding) and "Position" not in type(module).__name__:
             # transformers sets it to the pad id and torch then drops that row's gradient: with pad == eos, as in many
             # models, the stop token's input embedding would silently never learn.
             module.padding_idx = None
