@@ -214,7 +214,7 @@ def check_family(family: str, directory: Path, *, steps: int = 2) -> str:
             sampled = torch.tensor(trajectory.behaviour_logprobs[1:])
             chosen = torch.isfinite(sampled) & (torch.arange(len(sampled)) + 1 >= trajectory.turns[0][0])
             assert chosen.any()
-            torch.testing.assert_close(again[chosen], sampled[chosen], atol=2e-3, rtol=0)
+            torch.testing.assert_close(again[chosen], sampled[chosen], atol=5e-4, rtol=1e-4)
         learner.update(rollout)
         metrics = learner.metrics()
         assert isfinite(metrics["loss"]), metrics

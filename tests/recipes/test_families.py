@@ -103,6 +103,14 @@ def test_positions_that_roberta_cannot_use_are_not_context(tmp_path):
     )
 
 
+@pytest.mark.parametrize("family", ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"])
+def test_sparse_attention_is_not_used_beyond_the_tokens_it_keeps(family, tmp_path):
+    """With more tokens than it keeps, padding changes which it keeps, and so the scores."""
+    save_tiny(family, tmp_path)
+    policy = load(tmp_path)
+    assert policy.context_length == policy.model.config.index_topk == 64
+
+
 def test_logits_that_are_changed_in_an_unknown_way_are_refused():
     model = tiny_of("llama")
     model.register_forward_hook(lambda _m, _a, output: output.__setitem__("logits", output.logits**3) or output)

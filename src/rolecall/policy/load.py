@@ -300,6 +300,8 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 def _context_length(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     declared = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     length = int(declared or tokenizer.model_max_length)
+    # Sparse attention that keeps the best k tokens chooses differently beside padding once there are more than k.
+    length = min(length, getattr(model.config.get_text_config(), "index_topk", None) or length)
     for module in model.modules():
         table, pad = getattr(module, "position_embeddings", None), getattr(module, "padding_idx", None)
         if isinstance(table, torch.nn.Embedding) and isinstance(pad, int):
