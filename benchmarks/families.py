@@ -36,7 +36,8 @@ def outcome(family: str) -> tuple[str, str]:
         try:
             how = check_family(family, Path(directory))
         except UserError as error:
-            return REFUSED, _line(error).partition("cannot be trained here: ")[2] or _line(error)
+            why = _line(error).partition("cannot be trained here: ")[2]
+            return (REFUSED, why) if why else (WRONG, _line(error))
         except Exception as error:
             return WRONG, _line(error)
     return WORKS, how

@@ -23,7 +23,7 @@ CONTEXT = 128
 
 _SIZES: dict[int, str] = {
     32: "hidden_size d_model n_embd dim embedding_size word_embed_proj_dim output_embedding_size dim_model emb_dim "
-    "attention_hidden_size lru_width encoder_hidden_size cross_hidden_size embedding_dim hidden_dim",
+    "attention_hidden_size lru_width encoder_hidden_size cross_hidden_size embedding_dim hidden_dim hidden_size_global",
     48: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner ffn_hidden_size dim_ff moe_intermediate_size "
     "shared_expert_intermediate_size shared_intermediate_size feed_forward_size intermediate_size_mlp dff block_ff_dim "
     "moe_shared_expert_intermediate_size expert_ffn_hidden_size",
@@ -214,7 +214,7 @@ def check_family(family: str, directory: Path, *, steps: int = 2) -> str:
             sampled = torch.tensor(trajectory.behaviour_logprobs[1:])
             chosen = torch.isfinite(sampled) & (torch.arange(len(sampled)) + 1 >= trajectory.turns[0][0])
             assert chosen.any()
-            torch.testing.assert_close(again[chosen], sampled[chosen], atol=2e-3, rtol=0)
+            torch.testing.assert_close(again[chosen], sampled[chosen], atol=5e-4, rtol=1e-4)
         learner.update(rollout)
         metrics = learner.metrics()
         assert isfinite(metrics["loss"]), metrics

@@ -29,11 +29,10 @@ QUICK = [
     "granite",
 ]
 REFUSED = {
-    "blt": "token ids alone",
     "cpmant": "not causal",
-    "gemma4_unified_assistant": "token ids alone",
-    "prophetnet": "token ids alone",
-    "reformer": "token ids alone",
+    "gemma4_unified_assistant": "token ids fails",
+    "prophetnet": "one state per token",
+    "reformer": "token ids fails",
     "xlnet": "not causal",
 }
 NOT_BUILT = {
@@ -91,6 +90,25 @@ def test_scales_and_caps_of_logits_are_the_models_own(family):
     make_trainable(model)
     expected = own_logprobs(model, row)
     torch.testing.assert_close(our_logprobs(PolicyModel(model), [row])[0].double(), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_positions_that_roberta_cannot_use_are_not_context(tmp_path):
+    own = save_tiny("roberta", tmp_path)
+    policy = load(tmp_path)
+    assert policy.context_length == 126  # of 128 rows, those up to the pad id 1 are no positions
+    row = 5 + torch.arange(126)
+    expected = own_logprobs(own, row)
+    torch.testing.assert_close(
+        our_logprobs(PolicyModel(policy.model), [row])[0].double(), expected, atol=2e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("family", ["axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"])
+def test_sparse_attention_is_not_used_beyond_the_tokens_it_keeps(family, tmp_path):
+    """With more tokens than it keeps, padding changes which it keeps, and so the scores."""
+    save_tiny(family, tmp_path)
+    policy = load(tmp_path)
+    assert policy.context_length == policy.model.config.index_topk == 64
 
 
 def test_logits_that_are_changed_in_an_unknown_way_are_refused():

@@ -36,6 +36,7 @@ def test_the_trainers_model_is_left_alone(model):
 def test_generation_uses_a_cache_though_training_does_not(model):
     assert not model.config.use_cache
     engine = hf(model)
+    engine.generate(ragged_requests((7,), n=1, max_new_tokens=1))  # tries how it can sample
     lengths = []
     forward = engine._model.forward
 

@@ -133,7 +133,7 @@ def make_trainable(model: PreTrainedModel, *, gradient_checkpointing: bool = Fal
     model.config.use_cache = False
     stop_dropout(model)
     for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
+        if isinstance(module, torch.nn.Embedding) and "Position" not in type(module).__name__:
             # transformers sets it to the pad id and torch then drops that row's gradient: with pad == eos, as in many
             # models, the stop token's input embedding would silently never learn.
             module.padding_idx = None
@@ -304,7 +304,14 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 def _context_length(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     declared = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return int(declared or tokenizer.model_max_length)
+    length = int(declared or tokenizer.model_max_length)
+    # Sparse attention that keeps the best k tokens chooses differently beside padding once there are more than k.
+    length = min(length, getattr(model.config.get_text_config(), "index_topk", None) or length)
+    for module in model.modules():
+        table, pad = getattr(module, "position_embeddings", None), getattr(module, "padding_idx", None)
+        if isinstance(table, torch.nn.Embedding) and isinstance(pad, int):
+            length = min(length, table.num_embeddings - pad - 1)  # RoBERTa counts positions from its pad id on
+    return length
 
 
 def _first_line(error: BaseException) -> str:

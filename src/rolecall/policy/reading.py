@@ -53,7 +53,7 @@ def hidden_states(model: Any, ids: Tensor) -> Tensor:
 
     def keep(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
         seen.append(given[0])
-        return (given[0][:, :0],)  # no logits are computed: they would be [batch, time, vocabulary]
+        return (given[0][..., :0, :],)  # no logits are computed: they would be [batch, time, vocabulary]
 
     with _hooked(layer.register_forward_pre_hook(keep)):
         outputs_of(model, ids)
@@ -75,7 +75,7 @@ def logit_map(model: Any) -> LogitMap:
             raise
         except Exception as error:  # a family that needs pictures, another model's states, or a length of its own
             raise _refused(
-                model, f"it cannot be run on token ids alone ({str(error).strip().split(chr(10))[0]})"
+                model, f"a forward and backward pass over token ids fails ({str(error).strip().split(chr(10))[0]})"
             ) from error
     return _tried[model]
 
@@ -90,7 +90,7 @@ def _try(model: Any) -> LogitMap:
     ids[1, :6] = ids[0, :6]
     # The same beginning with other tokens after it: where it is read differently, attention looks ahead.
     begun = hidden_states(model, ids)[:, :6]
-    if begun.shape[:2] != (2, 6):
+    if begun.dim() != 3 or begun.shape[:2] != (2, 6):
         raise _refused(model, "its output layer does not read one state per token")
     if not _same(begun[0], begun[1]):
         raise _refused(model, "its attention is not causal: later tokens change the scores of earlier ones")
