@@ -24,7 +24,7 @@ from rolecall.rollout.engine import weights_hash
 from rolecall.rollout.native import NativeEngine
 
 STEPS, LAST = 40, 3
-ENGINES = {"float32": None, "bfloat16": None, "3 bits": 3, "1 bit": 1}
+ENGINES = {"float32": None, "bfloat16": None, "3 bits": 3, "2 bits": 2}
 """Bits of the engine's weights behind the leading one; None: as its dtype has them."""
 COMMON: dict[str, Any] = {
     "rows": "sorting",
