@@ -15,7 +15,7 @@ from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
 from rolecall.jobs.data import by_name, check_prompts, labelled, listed, open_reward, prompt_rows, unnamed
 from rolecall.jobs.rl import fingerprint, sampler
-from rolecall.jobs.running import Built, Run, execute, model_directory, unless_stopped
+from rolecall.jobs.running import Built, Run, execute, model_directory, unless_failed
 from rolecall.policy.load import load
 from rolecall.recipes.ask import Asker
 from rolecall.recipes.best_of_n import BestOfN
@@ -46,7 +46,7 @@ def best_of_n(
     given = {**settings, **by_name(rows=rows, reward=rewards, judge=judges)}
     saved = saved_settings(given.get("out")) if given.get("resume") else {}
     options = resolve(BestOfNOptions, [("config.json", saved), ("the call", given)]).options
-    return unless_stopped(
+    return unless_failed(
         run(
             options,
             rows=unnamed(rows),
