@@ -29,16 +29,11 @@ def test_runs_in_one_process_may_differ_in_precision(tmp_path):
     assert abs(grads["no"] - grads["bf16"]) < 0.05 * grads["no"]
 
 
-def odd(completions, **kwargs):
-    return [float(len(text) % 2) for text in completions]
-
-
 def test_rl_in_mixed_precision_trips_no_wire(tmp_path):
     run = rolecall.rl(
         preset="ppo",
         model="tiny",
         rows="sorting",
-        reward=odd,
         steps=2,
         prompts=4,
         sampling={"max_new_tokens": 6},
