@@ -17,7 +17,6 @@ from rolecall.train.rundir import RunDir
 from rolecall.train.signals import StopSignals
 from rolecall.train.timing import Timer
 
-
 _TRIAL = 5
 """Of a run with fewer steps nobody expects that it learns."""
 
