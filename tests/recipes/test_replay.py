@@ -113,7 +113,7 @@ def replaying_itself(**settings):
     """A learner, its rollout, and the same rollout with itself replayed, recorded with the trainer's own log-probs."""
     made = learner(guarded=False, **{"optim.max_grad_norm": None, "replay.share": 0.5, **settings})
     for group in made.updater.optimizer.param_groups:
-        group["base_lr"] = 0.0
+        group["base_lr"] = group["lr"] = 0.0
     rollout = made.collect(0)
     assert rollout.replay.batch is None
     now = score(made.module, rollout.batch, trained(rollout.batch), temperature=1.0, token_budget=4096).logprobs
