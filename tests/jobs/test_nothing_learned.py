@@ -88,23 +88,23 @@ def same(completions, **kwargs):
 
 @pytest.mark.parametrize("drop", [False, True])
 def test_scores_that_are_all_the_same_train_nothing(tmp_path, rows, drop):
-    settings = {"steps": 2, "samples": 2, "algorithm.drop_flat": drop}
+    settings = {"steps": 5, "samples": 2, "algorithm.drop_flat": drop}
     lines = ends(
         tmp_path,
         rolecall.rl,
-        "nothing has trained in 2 steps: ",
+        "nothing has trained in 5 steps: ",
         "scored the same",
         rows=str(rows),
         reward=same,
         **settings,
     )
-    assert [line["reward"] for line in lines] == [1.0, 1.0]
+    assert [line["reward"] for line in lines] == [1.0] * 5
 
 
 def test_no_answer_that_is_good_enough_trains_nothing(tmp_path, rows):
     ends(
-        tmp_path, rolecall.expert_iteration, "nothing has trained in 2 steps: no answer was good enough to imitate",
-        rows=str(rows), reward=same, samples=2, steps=2, threshold=2.0,
+        tmp_path, rolecall.expert_iteration, "nothing has trained in 5 steps: no answer was good enough to imitate",
+        rows=str(rows), reward=same, samples=2, steps=5, threshold=2.0,
     )  # fmt: skip
 
 

@@ -111,7 +111,9 @@ def gradient(made, batch, loss) -> dict[str, torch.Tensor]:
 
 def replaying_itself(**settings):
     """A learner, its rollout, and the same rollout with itself replayed, recorded with the trainer's own log-probs."""
-    made = learner(guarded=False, **{"optim.lr": 0.0, "optim.max_grad_norm": None, "replay.share": 0.5, **settings})
+    made = learner(guarded=False, **{"optim.max_grad_norm": None, "replay.share": 0.5, **settings})
+    for group in made.updater.optimizer.param_groups:
+        group["base_lr"] = group["lr"] = 0.0
     rollout = made.collect(0)
     assert rollout.replay.batch is None
     now = score(made.module, rollout.batch, trained(rollout.batch), temperature=1.0, token_budget=4096).logprobs

@@ -75,17 +75,18 @@ def test_a_step_in_which_some_rewards_failed_goes_on(tmp_path):
 
 @pytest.mark.parametrize("idle", [FLAT, GOOD | {"optimizer_steps": 0.0}, GOOD | {"grad_norm": float("inf")}])
 def test_a_run_in_which_nothing_ever_trained_ends_with_an_error(tmp_path, idle):
-    outcome, _, lines, _ = looped(tmp_path, Told(idle, said="reward 0\nevery group is flat"))
-    assert (outcome.exit_code, outcome.step, len(lines)) == (ExitCode.ERROR, 3, 3)
-    assert outcome.reason == "nothing has trained in 3 steps: every group is flat"
+    outcome, _, lines, _ = looped(tmp_path, Told(idle, said="reward 0\nevery group is flat"), steps=5)
+    assert (outcome.exit_code, outcome.step, len(lines)) == (ExitCode.ERROR, 5, 5)
+    assert outcome.reason == "nothing has trained in 5 steps: every group is flat"
 
 
-def test_a_run_of_one_step_may_be_flat(tmp_path):
-    assert looped(tmp_path, Told(FLAT), steps=1)[0].exit_code == ExitCode.DONE
+def test_a_trial_of_a_few_steps_may_be_flat_but_not_without_scores(tmp_path):
+    assert looped(tmp_path / "a", Told(FLAT), steps=4)[0].exit_code == ExitCode.DONE
+    assert looped(tmp_path / "b", Told(FAILED), steps=4)[0].exit_code == ExitCode.ERROR
 
 
 def test_one_step_that_trains_is_enough(tmp_path):
-    assert looped(tmp_path, Told(FLAT, GOOD, FLAT))[0].exit_code == ExitCode.DONE
+    assert looped(tmp_path, Told(FLAT, GOOD, FLAT), steps=6)[0].exit_code == ExitCode.DONE
 
 
 def test_a_long_run_in_which_nothing_trains_ends_early(tmp_path):
@@ -98,12 +99,12 @@ def test_steps_in_vain_count_on_after_a_resume_and_what_trained_before_it_counts
     state = {"best": None, "best_step": None, "bad": 0}
     assert looped(tmp_path / "a", Told(FLAT), start=48, steps=100, state=state | {"idle": 48})[0].step == 50
     assert looped(tmp_path / "b", Told(FLAT), start=48, steps=60, state=state | {"idle": None})[0].exit_code == 0
-    outcome = looped(tmp_path / "c", start=3, state=state | {"idle": 3})[0]
-    assert (outcome.exit_code, outcome.reason) == (1, "nothing trained in the 3 steps of this run")
+    outcome = looped(tmp_path / "c", start=6, steps=6, state=state | {"idle": 6})[0]
+    assert (outcome.exit_code, outcome.reason) == (1, "nothing trained in the 6 steps of this run")
 
 
 def test_a_model_that_needs_no_training_reaches_its_goal(tmp_path):
-    outcome = looped(tmp_path, Told(FLAT), scores={0: 1.0, 3: 1.0}, eval_every=3, stop_at=0.9)[0]
+    outcome = looped(tmp_path, Told(FLAT), scores={0: 1.0, 6: 1.0}, eval_every=6, stop_at=0.9, steps=6)[0]
     assert outcome.exit_code == ExitCode.DONE
 
 

@@ -93,7 +93,7 @@ def _finish(run: Run, command: str, *, quiet: bool) -> int:
             print(f"model: {run.model}")
         if run.report.is_file():
             print(f"report: {run.report}")
-        for line in run.evaluations[-1:]:
+        for line in [] if sys.stderr.isatty() else run.evaluations[-1:]:  # a terminal still shows it above
             shown = ", ".join(f"{n.removeprefix('eval_')} {v:.3f}" for n, v in line.items() if n.startswith("eval_"))
             print(fill(f"last evaluation (step {line['step']}): {shown}", 80, subsequent_indent="  "))
     elif code not in (ExitCode.DONE, ExitCode.INTERRUPTED, ExitCode.TERMINATED):

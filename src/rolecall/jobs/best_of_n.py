@@ -17,7 +17,7 @@ from rolecall.jobs.arguments import trl_arguments
 from rolecall.jobs.data import by_name, check_prompts, labelled, listed, open_reward, prompt_rows, unnamed
 from rolecall.jobs.models import open_model, with_model
 from rolecall.jobs.rl import fingerprint, sampler
-from rolecall.jobs.running import Built, Run, execute, unless_stopped
+from rolecall.jobs.running import Built, Run, execute, unless_failed
 from rolecall.policy.load import reading
 from rolecall.recipes.ask import Asker
 from rolecall.recipes.best_of_n import BestOfN
@@ -51,7 +51,7 @@ def best_of_n(
     given = {**with_model(settings), **by_name(rows=rows, reward=rewards, judge=judges)}
     saved = saved_settings(given.get("out")) if given.get("resume") else {}
     options = resolve(BestOfNOptions, [("config.json", saved), ("the call", given)]).options
-    return unless_stopped(
+    return unless_failed(
         run(
             options,
             rows=unnamed(rows),

@@ -186,12 +186,17 @@ def execute(
     return run
 
 
+def unless_failed(run: Run) -> Run:
+    """The run, unless it ended with an error, which is raised."""
+    if run.outcome.exit_code == ExitCode.ERROR:
+        raise UserError(f"{run.outcome.reason}; the run is in {run.path}", exit_code=ExitCode.ERROR)
+    return run
+
+
 def unless_stopped(run: Run) -> Run:
     """The run, unless an error, Ctrl-C or SIGTERM ended it: then the script ends too, since what follows expects a trained
     model."""
-    code = run.outcome.exit_code
-    if code == ExitCode.ERROR:
-        raise UserError(f"{run.outcome.reason}; the run is in {run.path}", exit_code=code)
+    code = unless_failed(run).outcome.exit_code
     if code == ExitCode.INTERRUPTED:
         raise KeyboardInterrupt(f"{run.outcome.reason}; go on with out={str(run.path)!r}, resume=True")
     if code == ExitCode.TERMINATED:

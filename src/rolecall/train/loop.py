@@ -17,6 +17,9 @@ from rolecall.train.rundir import RunDir
 from rolecall.train.signals import StopSignals
 from rolecall.train.timing import Timer
 
+_TRIAL = 5
+"""Of a run with fewer steps nobody expects that it learns."""
+
 
 class Learner(Protocol):
     """Something that learns in steps."""
@@ -143,7 +146,7 @@ class Loop:
         self._saved = start or None
         with StopSignals() as stop:
             if start >= self.options.steps:
-                if (self._idle or 0) > 1:
+                if (self._idle or 0) >= _TRIAL:
                     return self._end(start, ExitCode.ERROR, f"nothing trained in the {start} steps of this run")
                 return self._end(start, ExitCode.DONE, f"all {start} steps are done already; `--steps +N` adds more")
             self.progress.begin(title, start=start, steps=self.options.steps)
@@ -266,10 +269,10 @@ class Loop:
     def _untrained(self, step: int) -> str | None:
         """The error if nothing has ever trained, once the run has gone on like that for long or is over.
 
-        A run of a single step is a trial; that its groups happen to be flat is no error.
+        That a handful of steps happen to be flat is no error: a short run is a trial.
         """
         o, idle = self.options, self._idle or 0
-        if idle < 2 or (idle < o.idle_steps and step < o.steps):
+        if idle < _TRIAL or (idle < o.idle_steps and step < o.steps):
             return None
         why = "; ".join(self.learner.explain().splitlines()[1:]) or "every gradient was 0 or not finite"
         return f"nothing has trained in {idle} steps: {why}"
