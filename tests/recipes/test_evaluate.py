@@ -114,3 +114,18 @@ def test_the_training_reward_is_told_beside_the_one_that_decides():
     assert found.numbers["reward"] == found.numbers["pass@2"] == 1.0
     assert found.numbers["train_reward"] == -2.0
     assert training.taken == 1, "what it logged meanwhile is not training's"
+
+
+def test_answers_are_the_likeliest_whatever_training_samples_with():
+    policy = load("tiny")
+    engine = native(policy)
+    found = evaluator(Plain(lambda s: 0.0), engine=engine, policy=policy).run()
+    for row, answer in zip(ROWS, found.answers, strict=True):
+        ids = policy.tokenizer(row["prompt"])["input_ids"]
+        for _ in range(4):
+            with torch.no_grad():
+                ids = [*ids, int(policy.model(torch.tensor([ids])).logits[0, -1].argmax())]
+            if ids[-1] in policy.stop_ids:
+                break
+        said = ids[len(policy.tokenizer(row["prompt"])["input_ids"]) :]
+        assert answer == policy.tokenizer.decode([i for i in said if i not in policy.stop_ids])

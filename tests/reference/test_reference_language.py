@@ -110,8 +110,7 @@ def check_weights(reference, run):
 def walk(run, **more):
     """Check every step of a run without replay."""
     reference = reference_of(run, **more)
-    for step in range(1, STEPS + 1):
-        metrics = run.metrics[step - 1]
+    for step, metrics in enumerate(run.metrics, start=1):
         rows = records(run, "rollouts", step)
         answers = check_rollout(reference, rows)
         places = {(step, i): answer for i, answer in enumerate(answers)}
@@ -133,8 +132,10 @@ def test_a_step_of_grpo(tmp_path):
 
 def test_a_step_of_grpo_with_the_kl_in_the_loss_and_several_optimiser_steps(tmp_path):
     settings = {
+        "steps": 3,  # the third has the coefficient that the KL of the second has moved
+        "save.updates": 3,
         "algorithm.kl_coef": 0.5,
-        "algorithm.kl_target": 0.05,
+        "algorithm.kl_target": 0.3,
         "algorithm.kl_horizon": 50.0,
         "algorithm.minibatches": 2,
         "algorithm.epochs": 2,
@@ -144,7 +145,11 @@ def test_a_step_of_grpo_with_the_kl_in_the_loss_and_several_optimiser_steps(tmp_
         "algorithm.clip_low": 0.02,
         "algorithm.clip_high": 0.03,
     }
-    walk(train(tmp_path, "grpo", **settings))
+    run = train(tmp_path, "grpo", **settings)
+    walk(run)
+    first, second, third = (line["kl_coef"] for line in run.metrics)
+    assert second == pytest.approx(first * (1 - 0.2 * 12 / 50)), "no KL yet: as far as it goes"
+    assert 0 < abs(third / second - 1) < 0.19 * 12 / 50, "within its limits, so that it says how large the KL was"
 
 
 PPO = {
