@@ -70,6 +70,7 @@ def test_python_on_a_page_is_python(page):
         ast.parse(block)
 
 
+@pytest.mark.filterwarnings("ignore:the rows or the environment bring tools")  # tiny's template shows none
 @pytest.mark.parametrize("page", ["docs/from-trl.md", "docs/from-verl.md"])
 def test_the_code_of_a_migration_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

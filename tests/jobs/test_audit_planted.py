@@ -350,7 +350,9 @@ def test_answers_that_are_compared_over_the_batch(tiny_model):
 
 
 def test_sampling_from_a_part_of_the_vocabulary(tiny_model):
-    assert "top_p=0.9" in only(audit(model=tiny_model, **{"sampling.top_p": 0.9}), "sampling", "warning")
+    assert "top_p=0.9" in only(
+        audit(model=tiny_model, **{"sampling.top_p": 0.9, "sampling.logprobs": "full"}), "sampling", "warning"
+    )
 
 
 def test_a_fresh_model_is_warned_of_but_no_error():

@@ -115,7 +115,7 @@ def test_rl_runs_keep_it_too(tmp_path):
     for name, settings in {
         "text": {"rows": "sorting:length=2"},
         "chat": {"rows": chat, "reward": "exact"},
-        "played": {"env": "guessing", "agent": {"max_turns": 1}},
+        "played": {"env": "guessing"},
     }.items():
         run = rolecall.rl(out=tmp_path / name, **settings, **how)
         kept = json.loads((run.path / "run.json").read_text())["prompts"]

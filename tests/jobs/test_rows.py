@@ -24,9 +24,13 @@ SMALL = {"quiet": True, "seed": 1}
 TRAIN = {"sft": DEMOS, "dpo": PAIRS, "rm": PAIRS, "rl": PROMPTS}
 
 
+def length(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+
 def settings(job):
     if job == "rl":
-        return {**SMALL, "prompts": 4, "samples": 2, "reward": "exact", "sampling": {"max_new_tokens": 2}}
+        return {**SMALL, "prompts": 4, "samples": 2, "reward": length, "sampling": {"max_new_tokens": 2}}
     return {**SMALL, "batch": 4}
 
 

@@ -51,6 +51,7 @@ CALLS = {  # {} is a run of a policy, [] one of a reward model, <> one with roll
     ("rescore", "run"): ["rescore", "<>"],
     ("rescore", "reward"): ["rescore", "<>", "--reward", "[]"],
     ("report", "run"): ["report", "<>"],
+    ("push", "run"): ["push", "<>", "me/mine", "--dry-run"],
     ("rm", "eval.reward"): None,  # refused
     ("marl", "eval.reward"): None,
 }

@@ -59,6 +59,7 @@ def test_a_trainers_arguments_train():
     assert {"rewards/accuracy/mean", "rewards/lambda/mean"} <= set(run.metrics[-1])
 
 
+@pytest.mark.filterwarnings("ignore:the rows or the environment bring tools")  # tiny's template shows none
 def test_tools_are_an_environment():
     run = rolecall.rl(**SMALL, tools=[add], reward_funcs=spoken, max_steps=1, prompts=2)
     config = json.loads((run.path / "config.json").read_text())
@@ -104,6 +105,7 @@ class Counter:
         return 1.0 + self.told
 
 
+@pytest.mark.filterwarnings("ignore:the rows or the environment bring tools")  # tiny's template shows none
 def test_an_environment_factory_is_an_environment():
     run = rolecall.rl(**SMALL, environment_factory=Counter, max_steps=1, prompts=2)
     assert run.metrics[-1]["rewards/env/mean"] >= 1

@@ -261,7 +261,7 @@ def test_replayed_answers_keep_what_they_could_be_drawn_from_through_a_checkpoin
     """With unchanged weights every replayed ratio is 1, also behind a checkpoint."""
     from rolecall.train.state import read_state, write_state
 
-    settings = {"replay.share": 0.5, "optim.lr": 0.0, "optim.max_grad_norm": None}
+    settings = {"replay.share": 0.5, "optim.lr": 1e-30, "optim.max_grad_norm": None}
     made = cut_learner(**settings)
     made.watches = []  # weights that do not move would end the run
     made.update(made.collect(0))

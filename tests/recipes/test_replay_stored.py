@@ -138,7 +138,7 @@ def test_without_a_name_the_new_run_lies_beside_the_old_one(copied):
     ("arguments", "sentence"),
     [
         (["{run}", "--reward", "no-such"], "there is no built-in reward 'no-such'"),
-        (["{run}/nowhere"], "is not a run"),
+        (["{run}/nowhere"], "there is no run"),
         ([], "`run` is missing"),
         (["{run}", "{run}"], "unexpected"),
         (["{run}", "--rows", "reversal", "--reward", "exact"], "give the run's own rows with --rows"),

@@ -125,12 +125,23 @@ def trainer_logprobs(model, prompt_ids, ids, temperature):
     return scores.logprobs
 
 
+@torch.no_grad()
+def kept_mass(model, request, completion):
+    """log of the probability of all that could be drawn in each token's place, by what the engine has recorded."""
+    sequence = torch.tensor([[*request.prompt_ids, *completion.ids]])
+    logits = model(sequence).logits[0, len(request.prompt_ids) - 1 : -1] / request.sampling.temperature
+    kept = [torch.frombuffer(bytearray(ids), dtype=torch.int32).long() for ids in completion.supports]
+    return torch.stack([row.log_softmax(-1)[ids].logsumexp(-1) for row, ids in zip(logits, kept, strict=True)])
+
+
 def gaps(model, requests, completions):
-    """|behaviour log-prob - the trainer's| of every sampled token."""
+    """|behaviour log-prob - the trainer's| of every sampled token; where sampling cuts the vocabulary, among what is left."""
     by_prompt = {r.prompt: r for r in requests}
     found = []
     for c in completions:
         r = by_prompt[c.prompt]
         expected = trainer_logprobs(model, r.prompt_ids, c.ids, r.sampling.temperature)
+        if c.supports is not None:
+            expected = expected - kept_mass(model, r, c)
         found.append((torch.tensor(c.behaviour_logprobs, dtype=expected.dtype) - expected).abs())
     return torch.cat(found)

@@ -171,7 +171,7 @@ def test_auto_opens_the_native_engine(tiny):
 
 def test_auto_falls_back_and_says_why(tiny, caplog):
     other = replace(tiny, model=small_model("gpt2"))
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="rolecall"):
         engine = open_engine(other)
     assert isinstance(engine, HFEngine)
     assert [r.message for r in caplog.records if r.name == "rolecall.rollout.open"] == [

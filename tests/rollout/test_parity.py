@@ -227,7 +227,7 @@ def test_supports_are_cut_end_to_end(models, engine):
     for name, setting in settings.items():
         requests = ragged_requests((5, 11), n=4, stop_ids=(), **setting)
         completions = made.generate(requests)
-        # Log-probs stay those of the whole distribution.
+        # Log-probs are those of the distribution that was drawn from.
         assert float(gaps(model, requests, completions).max()) < FP32_BAND
         ranks, before, relative = [], [], []
         for c in completions:
