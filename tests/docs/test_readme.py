@@ -94,3 +94,21 @@ def test_the_options_a_page_names_exist(page):
     for name in re.findall(r"`([a-z_]+\.[a-z_]+)\b", " ".join(ours)):
         if name.partition(".")[0] in sections:
             assert name in known, name
+
+
+def test_the_example_of_the_readme_runs(tmp_path, monkeypatch):
+    """As it stands but for the number of steps, on the rows that the quickstart writes."""
+    monkeypatch.chdir(tmp_path)
+    (rows,) = [block for block in blocks("docs/quickstart.md", "python") if "demos.jsonl" in block]
+    exec(compile(rows, "quickstart", "exec"), {})
+    (example,) = blocks("README.md", "python")
+    short = (
+        example.replace("steps=60", "steps=1")
+        .replace('"steps": 120', '"steps": 1')
+        .replace('"every": 40', '"every": 1')
+    )
+    assert "60" not in short and "120" not in short
+    scope = {"__name__": "readme"}
+    exec(compile(short, "README", "exec"), scope)
+    assert scope["run"].report.is_file()
+    assert scope["run"].evaluations
