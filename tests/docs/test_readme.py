@@ -107,7 +107,7 @@ def test_the_example_of_the_readme_runs(tmp_path, monkeypatch):
         .replace('"steps": 120', '"steps": 1')
         .replace('"every": 40', '"every": 1')
     )
-    assert "60" not in short and "120" not in short
+    assert not re.search("60|120", short)
     scope = {"__name__": "readme"}
     exec(compile(short, "README", "exec"), scope)
     assert scope["run"].report.is_file()
