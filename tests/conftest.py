@@ -1,5 +1,6 @@
 """Shape checks for the whole suite: every annotation in `rolecall.maths` is enforced by jaxtyping and beartype."""
 
+import logging
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -16,6 +17,12 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def own_log_level():
+    """What an earlier test, or a command it ran, has set does not hide messages from this one."""
+    logging.getLogger("rolecall").setLevel(logging.NOTSET)
 
 
 @pytest.fixture
