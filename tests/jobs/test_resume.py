@@ -37,7 +37,7 @@ def check(result: dict, *, saves: int) -> None:
 
 
 def test_grpo_killed_in_saves_and_between_them_ends_with_the_same_bytes(tmp_path):
-    result = interrupted("grpo", tmp_path, seed=3, saves=9, terms=4)
+    result = interrupted("grpo", tmp_path, seed=3, saves=9, terms=8)
     check(result, saves=7)
     assert any(how.startswith("TERM:143") for how in result["ended"])
 
