@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMPS := $(VENV)/.stamps
 
-.PHONY: help setup demo test test-slow test-plain check format bench results results-quick mutate docs clean
+AGAINST ?= HEAD~1
+
+.PHONY: help setup demo frozen test test-slow test-plain check format bench results results-quick mutate docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -83,6 +85,9 @@ mutate: $(STAMPS)/mutate  ## mutation tests of the maths: survivors and score
 	@$(BIN)/mutmut results
 	@$(BIN)/mutmut export-cicd-stats > /dev/null
 	@$(BIN)/python -c 'import json; s = json.load(open("mutants/mutmut-cicd-stats.json")); print("killed", s["killed"] + s["timeout"], "of", s["total"])'
+
+frozen: $(STAMPS)/dev  ## whether every command does what it did: AGAINST=COMMIT, by default the last one
+	$(BIN)/python benchmarks/frozen.py --against $(AGAINST)
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis mutants

@@ -88,6 +88,9 @@ def test_each_mistake_is_one_sentence():
         "unknown option --lr: did you mean --optim.lr?",
         "unknown option --qqqq; --help lists all options",
     ]
+    assert mistakes("--optim", "3") == [
+        "--optim is a section: set --optim.lr, --optim.betas, --optim.schedule, --optim.fused"
+    ]
     assert mistakes("--parts_", "a") == ["unknown option --parts_: did you mean --part?"]
     assert mistakes("optim.lr=1") == ["unexpected 'optim.lr=1': write it as --optim.lr=1"]
     assert mistakes("-steps", "1")[0] == "unexpected '-steps': write it as --steps"

@@ -159,6 +159,10 @@ class _Reader:
     def _unknown(self, written: str, text: str | None) -> None:
         if text is None:
             self._value_behind()  # its value, most likely
+        if within := [f"--{flag}" for flag in self._options if flag.startswith(f"{written.replace('-', '_')}.")]:
+            more = " …" if len(within) > 4 else ""
+            self.problems.append(f"--{written} is a section: set {', '.join(within[:4])}{more}")
+            return
         own = {"config": "config", "preset": "preset", "dry_run": "dry-run", "help": "help"}
         guess = nearest(written, self.section, flags=True) or _near_own(written, own.values())
         end = f": did you mean --{guess}?" if guess else "; --help lists all options"
