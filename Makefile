@@ -7,7 +7,7 @@ STAMPS := $(VENV)/.stamps
 
 AGAINST ?= HEAD~1
 
-.PHONY: help setup demo frozen test test-slow test-plain check format bench results results-quick mutate docs clean
+.PHONY: help setup demo frozen docs-site wheel package test test-slow test-plain check format bench results results-quick mutate docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -25,6 +25,10 @@ $(STAMPS)/dev: $(STAMPS)/venv pyproject.toml constraints.txt
 
 $(STAMPS)/mutate: $(STAMPS)/dev
 	$(PIP) -e '.[mutate]'
+	@touch $@
+
+$(STAMPS)/site: $(STAMPS)/dev
+	$(PIP) -e '.[site]'
 	@touch $@
 
 # Pages are tested in a real browser. Where it is missing and may not be installed, those tests are skipped, and say so.
@@ -79,6 +83,17 @@ results: $(STAMPS)/dev  ## docs/results.md anew from three seeds; goes on where 
 docs: $(STAMPS)/dev  ## write the page of options anew from their docstrings
 	$(BIN)/python -m rolecall.config.docs
 
+docs-site: $(STAMPS)/site  ## the documentation as a site in site/, links checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@! grep -rlE '<(script|link|img)[^>]+(src|href)="https?://' site --include='*.html' || { echo "these pages load something from the network"; exit 1; }
+
+wheel: $(STAMPS)/dev  ## the wheel in dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
+
+package: $(STAMPS)/dev  ## the wheel in dist/, installed into an empty environment and tried there without a compiler
+	rm -rf dist && $(MAKE) --no-print-directory wheel
+	$(BIN)/python benchmarks/package.py
+
 mutate: $(STAMPS)/mutate  ## mutation tests of the maths: survivors and score
 	rm -rf mutants
 	$(BIN)/mutmut run --max-children 1
@@ -90,4 +105,4 @@ frozen: $(STAMPS)/dev  ## whether every command does what it did: AGAINST=COMMIT
 	$(BIN)/python benchmarks/frozen.py --against $(AGAINST)
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis mutants
+	rm -rf $(VENV) dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis mutants

@@ -18,7 +18,7 @@ from rolecall.train.exit_codes import ExitCode
 from rolecall.train.loop import Outcome
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if p.parent.name != "zh")]
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 QUICK = ("generate", "eval", "play", "report", "rescore", "audit", "env", "--version")
 MADE_ELSEWHERE = ("docs/results",)

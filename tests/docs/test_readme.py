@@ -8,9 +8,10 @@ import pytest
 
 from rolecall.cli.commands import COMMANDS, imported
 from rolecall.config.schema import schema
+from rolecall.maths.roles import Role, Verdict
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "README.zh-CN.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = ["README.md", "README.zh-CN.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").rglob("*.md")))]
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -62,6 +63,36 @@ def test_both_languages_show_the_same_commands_and_code():
     assert sizes[0] == sizes[1]
     names = [set(re.findall(r"`([^`]+)`", _BLOCK.sub("", (ROOT / p).read_text()))) for p in PAGES[:2]]
     assert names[0] == names[1]
+    for page in (ROOT / "docs/zh").glob("*.md"):
+        pages = [str(p.relative_to(ROOT)) for p in (ROOT / "docs" / page.name, page)]
+        english, chinese = (_BLOCK.findall((ROOT / p).read_text()) for p in pages)
+        assert english == chinese, page.name
+
+
+def test_the_page_of_roles_shows_what_python_prints(capsys):
+    (code,) = blocks("docs/roles.md", "python")
+    exec(code, {})
+    eligible, verdicts = capsys.readouterr().out.splitlines()
+    assert [word == "True" for word in re.findall("True|False", eligible)] == [False, True, True, True, False]
+    assert ", ".join(ast.literal_eval(verdicts)) in code
+    for table, members in (("role", Role), ("verdict", Verdict)):
+        rows = (ROOT / "docs/roles.md").read_text().split(f"| {table} |", 1)[1]
+        assert set(re.findall(r"^\| `(\w+)`", rows.split("\n\n")[0], re.MULTILINE)) == {m.name for m in members}
+
+
+def test_every_page_is_in_the_sites_navigation():
+    named = set(re.findall(r"[\w/+.-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert named == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+
+
+def test_workflows_call_make_targets_that_exist():
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    files = [*(ROOT / ".github/workflows").glob("*.yml"), ROOT / ".ci/run", ROOT / "AGENTS.md"]
+    called = [
+        word for file in files for words in re.findall(r"\bmake ([a-z -]+)", file.read_text()) for word in words.split()
+    ]
+    assert len(called) > 5
+    assert set(called) <= set(targets)
 
 
 @pytest.mark.parametrize("page", PAGES)

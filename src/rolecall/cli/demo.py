@@ -15,7 +15,8 @@ from rolecall.visible import visible_text
 
 def run(options: DemoOptions) -> int:
     """Run the demo and show what came out."""
-    made = demo(out=options.out, seed=options.seed, quiet=options.quiet, progress=display(quiet=options.quiet))
+    shown = display(quiet=options.quiet)
+    made = demo(out=options.out, quick=options.quick, seed=options.seed, quiet=options.quiet, progress=shown)
     console = Console()
     console.print()
     console.print(_table(made))

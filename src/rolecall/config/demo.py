@@ -9,6 +9,8 @@ class DemoOptions:
 
     out: str | None = None
     """The directory for the four runs; runs/demo-NUMBER if not given."""
+    quick: bool = False
+    """Fewer steps and held-out problems, for about a minute; the models learn less."""
     seed: int = 0
     """Seeds everything."""
     quiet: bool = False

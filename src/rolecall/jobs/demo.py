@@ -29,8 +29,9 @@ from rolecall.train.exit_codes import ExitCode
 from rolecall.train.progress import Progress, Quiet
 
 TASK = "sorting"
-_ROWS = 400
-"""Held-out problems that every model is asked."""
+_FULL = {"sft": 150, "rm": 60, "ppo": 30, "ppo_prompts": 256, "grpo": 40, "rows": 400}
+_QUICK = {"sft": 100, "rm": 20, "ppo": 10, "ppo_prompts": 64, "grpo": 15, "rows": 100}
+"""Steps of each run, PPO's prompts per step, and held-out problems that every model is asked."""
 _DEMONSTRATIONS = 4000
 _ASKED = 1000
 """Problems whose wrong answers become preference pairs."""
@@ -74,9 +75,13 @@ class Demo:
         return (self.start, self.ppo, self.grpo)
 
 
-def demo(*, out: str | None = None, seed: int = 0, quiet: bool = False, progress: Progress | None = None) -> Demo:
+def demo(
+    *, out: str | None = None, quick: bool = False, seed: int = 0, quiet: bool = False, progress: Progress | None = None
+) -> Demo:
     """Run the demo: `demo().grpo.evaluation.numbers["accuracy"]`."""
     begun = time.monotonic()
+    size = _QUICK if quick else _FULL
+    held_out = size["rows"]
     if progress is None:
         progress = Quiet() if quiet else spoken()
     place = _place(out)
@@ -85,14 +90,14 @@ def demo(*, out: str | None = None, seed: int = 0, quiet: bool = False, progress
     def finished(name: str, run: Run, since: float) -> Stage:
         if run.outcome.exit_code != ExitCode.DONE:
             raise UserError(f"the demo's {name} run ended early: {run.outcome.reason}", exit_code=run.outcome.exit_code)
-        found = evaluate(model=str(run.path), rows=TASK, n=_ROWS, samples=4, sampling=_SAMPLING, seed=seed)
+        found = evaluate(model=str(run.path), rows=TASK, n=held_out, samples=4, sampling=_SAMPLING, seed=seed)
         return Stage(name=name, path=run.path, seconds=time.monotonic() - since, evaluation=found)
 
     now = time.monotonic()
     run = sft(
         model="tiny",
         rows=mixed_demonstrations(),
-        steps=150,
+        steps=size["sft"],
         batch=64,
         optim={"lr": 2e-3, "warmup_steps": 20, "schedule": "cosine"},
         out=str(place / "sft"),
@@ -103,10 +108,10 @@ def demo(*, out: str | None = None, seed: int = 0, quiet: bool = False, progress
     judge = rm(
         model=str(start.path),
         rows=mistakes(str(start.path), seed=seed),
-        steps=60,
+        steps=size["rm"],
         batch=64,
         optim={"lr": 1e-3, "warmup_steps": 10, "schedule": "cosine"},
-        eval={"every": 1000, "rows": _ROWS, "held_out": 0.1},
+        eval={"every": 1000, "rows": held_out, "held_out": 0.1},
         out=str(place / "reward-model"),
         **common,
     )
@@ -117,8 +122,8 @@ def demo(*, out: str | None = None, seed: int = 0, quiet: bool = False, progress
         model=str(start.path),
         rows=TASK,
         reward=str(judge.path),
-        steps=30,
-        prompts=256,
+        steps=size["ppo"],
+        prompts=size["ppo_prompts"],
         sampling=_SAMPLING,
         # The reward model knows which way is preferred but little about digits: without the KL, PPO exploits that.
         algorithm={"kl_coef": 0.5, "critic": "separate", "critic_from": str(judge.path)},
@@ -133,7 +138,7 @@ def demo(*, out: str | None = None, seed: int = 0, quiet: bool = False, progress
         preset="grpo",
         model=str(start.path),
         rows=TASK,
-        steps=40,
+        steps=size["grpo"],
         prompts=32,
         samples=8,
         sampling=_SAMPLING,
@@ -152,7 +157,7 @@ def _about(made: Demo) -> dict[str, Any]:
     """demo.json: what the runs' own files do not say."""
     start = made.start.evaluation
     wrong = [i for i, score in enumerate(start.scores) if not score][:_SHOWN]
-    rows = {row["prompt"]: row for row in find_task(TASK).rows("test", n=_ROWS)}
+    rows = {row["prompt"]: row for row in find_task(TASK).rows("test", n=len(start.answers))}
     return {
         "format": FORMAT,
         "task": TASK,
