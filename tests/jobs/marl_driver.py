@@ -17,7 +17,7 @@ from resume_driver import differing, forked
 
 from rolecall.config.marl import MARLOptions
 from rolecall.config.merge import resolve
-from rolecall.jobs import marl
+from rolecall.jobs.calls import run
 
 STEPS = 8
 COMMON = {
@@ -48,7 +48,7 @@ def options(algo: str, out: Path, **more: Any) -> MARLOptions:
 
 def train(algo: str, out: Path, **more: Any) -> int:
     """One run in this process; its exit code."""
-    return int(marl.run(options(algo, out, **more)).outcome.exit_code)
+    return int(run(options(algo, out, **more)).outcome.exit_code)
 
 
 def interrupt(algo: str, place: Path, seed: int, kills: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch
 from rolecall.config.merge import resolve
 from rolecall.config.rl import RLOptions
 from rolecall.experience.parquet import first_table
-from rolecall.jobs import rl, running
+from rolecall.jobs import calls, rl, running
 from rolecall.rewards.records import Scored
 
 STEPS = 6
@@ -71,9 +71,9 @@ def options(kind: str, out: Path, **more: Any) -> RLOptions:
 def train(kind: str, out: Path, **more: Any) -> int:
     """One run in this process; its exit code."""
     if kind == "agents":
-        return int(rl.run(options(kind, out, **more)).outcome.exit_code)
+        return int(calls.run(options(kind, out, **more)).outcome.exit_code)
     rl.open_reward = lambda *args, **kwargs: Letters()
-    return int(rl.run(options(kind, out, **more), rows=ROWS, rewards=[reward]).outcome.exit_code)
+    return int(calls.run(options(kind, out, **more), calls.Objects(rows=ROWS, reward=[reward])).outcome.exit_code)
 
 
 def reward(completions, **kwargs):

@@ -14,7 +14,7 @@ from resume_driver import ROWS, STEPS, Letters, differing, options, promised, re
 
 import rolecall
 from rolecall.errors import UserError
-from rolecall.jobs import rl
+from rolecall.jobs import calls, rl
 from rolecall.train.exit_codes import ExitCode
 
 DRIVER = Path(__file__).with_name("resume_driver.py")
@@ -69,7 +69,7 @@ def letters(monkeypatch):
 
 
 def run(kind, out, *, rows=ROWS, **more):
-    return rl.run(options(kind, out, **more), rows=rows, rewards=[reward])
+    return calls.run(options(kind, out, **more), calls.Objects(rows=rows, reward=[reward]))
 
 
 @pytest.fixture(scope="module")

@@ -14,64 +14,29 @@ from rolecall.train.exit_codes import ExitCode
 from rolecall.train.progress import Lines, Progress, Quiet
 
 
-def sft(options: Any) -> int:
-    """Run `rolecall sft`."""
-    from rolecall.jobs.sft import run
+def run(options: Any) -> int:
+    """Run a training command: progress while it runs, then what it made."""
+    from rolecall.jobs.calls import run as run_job
 
-    return _finish(run(options, progress=display(quiet=options.quiet)), "sft", quiet=options.quiet)
-
-
-def rm(options: Any) -> int:
-    """Run `rolecall rm`."""
-    from rolecall.jobs.rm import run
-
-    return _finish(run(options, progress=display(quiet=options.quiet)), "rm", quiet=options.quiet)
+    command = options.command
+    done = run_job(options, progress=display(quiet=options.quiet))
+    if command == "best-of-n" and not options.quiet and done.outcome.exit_code == ExitCode.DONE:
+        _show_best(done)
+    return _finish(done, command, quiet=options.quiet)
 
 
-def rl(options: Any) -> int:
-    """Run `rolecall rl`."""
-    from rolecall.jobs.rl import run
-
-    return _finish(run(options, progress=display(quiet=options.quiet)), "rl", quiet=options.quiet)
-
-
-def dpo(options: Any) -> int:
-    """Run `rolecall dpo`."""
-    from rolecall.jobs.dpo import run
-
-    return _finish(run(options, progress=display(quiet=options.quiet)), "dpo", quiet=options.quiet)
-
-
-def expert_iteration(options: Any) -> int:
-    """Run `rolecall expert-iteration`."""
-    from rolecall.jobs.expert_iteration import run
-
-    return _finish(run(options, progress=display(quiet=options.quiet)), "expert-iteration", quiet=options.quiet)
-
-
-def best_of_n(options: Any) -> int:
-    """Run `rolecall best-of-n`; at the end, the curve as a table."""
-    from rolecall.jobs.best_of_n import run
+def _show_best(done: Run) -> None:
+    """The curve over n as a table."""
     from rolecall.recipes.best_of_n import ANSWERS, CURVE
 
-    done = run(options, progress=display(quiet=options.quiet))
-    if not options.quiet and done.outcome.exit_code == ExitCode.DONE:
-        found = json.loads((done.path / CURVE).read_text())
-        judged = {line["k"]: line for line in found.get("judge_of_best", [])}
-        print(f"{'best of':>8}  {'score':>16}" + (f"  {'judge':>16}" if judged else "") + "  KL at most")
-        for line in found["best_of"]:
-            sides = [line, *([judged[line["k"]]] if line["k"] in judged else [])]
-            shown = "  ".join(f"{side['mean']:8.4f} ± {side['standard_error']:.3f}" for side in sides)
-            print(f"{line['k']:8d}  {shown}  {line['kl_bound']:10.2f}")
-        print(f"answers: {done.path / ANSWERS}")
-    return _finish(done, "best-of-n", quiet=options.quiet)
-
-
-def marl(options: Any) -> int:
-    """Run `rolecall marl`."""
-    from rolecall.jobs.marl import run
-
-    return _finish(run(options, progress=display(quiet=options.quiet)), "marl", quiet=options.quiet)
+    found = json.loads((done.path / CURVE).read_text())
+    judged = {line["k"]: line for line in found.get("judge_of_best", [])}
+    print(f"{'best of':>8}  {'score':>16}" + (f"  {'judge':>16}" if judged else "") + "  KL at most")
+    for line in found["best_of"]:
+        sides = [line, *([judged[line["k"]]] if line["k"] in judged else [])]
+        shown = "  ".join(f"{side['mean']:8.4f} ± {side['standard_error']:.3f}" for side in sides)
+        print(f"{line['k']:8d}  {shown}  {line['kl_bound']:10.2f}")
+    print(f"answers: {done.path / ANSWERS}")
 
 
 def display(*, quiet: bool) -> Progress:

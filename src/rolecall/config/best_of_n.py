@@ -1,7 +1,7 @@
 """Options of `rolecall best-of-n`."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rolecall.config.parts import ChatOptions, EngineOptions, LoadOptions, RunOptions, SaveOptions
 from rolecall.config.sampling import Sampling
@@ -11,6 +11,7 @@ from rolecall.config.sampling import Sampling
 class BestOfNOptions(RunOptions):
     """Sample n answers to every prompt and keep the best; what the best of 1, 2, 4 … answers is worth."""
 
+    command: ClassVar[str] = "best-of-n"
     model: str = "tiny"
     """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
     rows: str = "addition"

@@ -22,6 +22,7 @@ from rolecall.config.plan import length_line
 class DPOOptions(RunOptions):
     """A policy from preferences, without a reward model and without sampling."""
 
+    command: ClassVar[str] = "dpo"
     foreign: ClassVar[tuple[Foreign, ...]] = TRL_ROWS
     either: ClassVar[tuple[str, ...]] = ("steps", "epochs")
     model: str = "tiny"

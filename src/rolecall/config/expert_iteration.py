@@ -1,7 +1,7 @@
 """Options of `rolecall expert-iteration`."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rolecall.config.parts import (
     ChatOptions,
@@ -19,6 +19,7 @@ from rolecall.config.sampling import Sampling
 class ExpertIterationOptions(RunOptions):
     """Rounds of: sample answers, keep the good ones, imitate them."""
 
+    command: ClassVar[str] = "expert-iteration"
     model: str = "tiny"
     """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
     policy: PolicyOptions = field(default_factory=PolicyOptions)

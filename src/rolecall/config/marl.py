@@ -209,6 +209,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 class MARLOptions(RunOptions):
     """Agents that learn together in an environment."""
 
+    command: ClassVar[str] = "marl"
     presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
     env: str = "lbf:8x8-2p-2f-coop"
     """`climbing`, `penalty:-100`, `lbf:8x8-2p-2f-coop`, or with `rolecall[marl]` `lbforaging:…`, `mpe:speaker-listener`,

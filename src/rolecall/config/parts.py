@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 class RunOptions:
     """Where a run lies and how it is started. None of these change what is learned."""
 
+    command: ClassVar[str]
     either: ClassVar[tuple[str, ...]] = ()
     """Options of which one is given: a later source that gives one overrides the others."""
     out: str | None = None

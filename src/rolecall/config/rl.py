@@ -216,6 +216,7 @@ class AlgorithmOptions:
 class RLOptions(RunOptions):
     """Reinforcement learning of a language model from a reward."""
 
+    command: ClassVar[str] = "rl"
     presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
     foreign: ClassVar[tuple[Foreign, ...]] = (*TRL, *VERL)
     either: ClassVar[tuple[str, ...]] = ("steps", "epochs")

@@ -13,6 +13,7 @@ from rolecall.config.plan import steps_plan
 class RMOptions(RunOptions):
     """A reward model from preferences."""
 
+    command: ClassVar[str] = "rm"
     foreign: ClassVar[tuple[Foreign, ...]] = TRL_ROWS
     either: ClassVar[tuple[str, ...]] = ("steps", "epochs")
     model: str = "tiny"

@@ -21,6 +21,7 @@ from rolecall.config.plan import steps_plan
 class SFTOptions(RunOptions):
     """Supervised fine-tuning on demonstrations."""
 
+    command: ClassVar[str] = "sft"
     foreign: ClassVar[tuple[Foreign, ...]] = TRL_ROWS
     either: ClassVar[tuple[str, ...]] = ("steps", "epochs")
     model: str = "tiny"

@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.config.audit import AuditOptions
-from rolecall.config.merge import resolve
-from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
 from rolecall.files import DiskError, write_atomically
 from rolecall.jobs.agents import env_source
 from rolecall.jobs.arguments import trl_arguments
-from rolecall.jobs.data import by_name, demonstrated, listed, open_reward, prompt_rows, rows_label, unnamed
-from rolecall.jobs.models import open_policy, with_model
-from rolecall.jobs.rl import sampler
+from rolecall.jobs.calls import options_of, settings_and_objects
+from rolecall.jobs.data import demonstrated, open_reward, prompt_rows, rows_label
+from rolecall.jobs.models import open_policy, sampler
 from rolecall.look.audit_page import audit_html
 from rolecall.look.tokens import Sample
 from rolecall.maths.roles import Role, Verdict
@@ -48,18 +46,12 @@ def audit(
 
     Takes what `rl` takes (with `job="sft"` what `sft` takes). A page is written only if `html` names it.
     """
-    if preset not in AuditOptions.presets:
-        raise UserError(f"unknown preset {preset!r}; choose one of {', '.join(AuditOptions.presets)}")
-    rewards = listed(reward)
-    given = {**with_model(settings), **by_name(rows=rows, reward=rewards)}
-    base = (f"preset {preset}", AuditOptions.presets[preset])
-    if given.get("resume"):
-        base = ("config.json", saved_settings(given.get("out")))
-    options = resolve(AuditOptions, [base, ("the call", given)]).options
-    found = run(options, rows=unnamed(rows), rewards=rewards or None)
+    found, objects = settings_and_objects(settings, rows=rows, reward=reward)
+    options = options_of(AuditOptions, found, preset=None if found.get("resume") else preset)
+    audited = run(options, rows=objects.rows, rewards=objects.reward)
     if options.html is not None:
-        write_page(found, options.html)
-    return found
+        write_page(audited, options.html)
+    return audited
 
 
 def run(

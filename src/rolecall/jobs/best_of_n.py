@@ -1,23 +1,17 @@
 """`rolecall best-of-n`: sample n answers to every prompt, keep the best."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-
 from rolecall.config.best_of_n import BestOfNOptions
-from rolecall.config.merge import resolve
 from rolecall.config.parts import HeldOutOptions
-from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
 from rolecall.jobs.arguments import trl_arguments
-from rolecall.jobs.data import by_name, check_prompts, labelled, listed, open_reward, prompt_rows, unnamed
-from rolecall.jobs.models import open_model, with_model
-from rolecall.jobs.rl import fingerprint, sampler
-from rolecall.jobs.running import Built, Run, execute, unless_failed
+from rolecall.jobs.calls import Job, train
+from rolecall.jobs.data import check_prompts, open_reward, prompt_rows
+from rolecall.jobs.models import fingerprint, open_model, sampler
+from rolecall.jobs.running import Built, Run, unless_failed
 from rolecall.policy.load import reading
 from rolecall.recipes.ask import Asker
 from rolecall.recipes.best_of_n import BestOfN
@@ -29,7 +23,6 @@ from rolecall.train.loop import LoopOptions
 from rolecall.train.progress import Progress
 from rolecall.train.rundir import RunDir
 from rolecall.train.state import read_state, write_state
-from rolecall.train.timing import Timer
 
 
 @trl_arguments
@@ -47,61 +40,27 @@ def best_of_n(
     The answers lie in `answers.jsonl` of the run, the curve over n in `best_of_n.json`. `rows` may be a list of dicts,
     `reward` and `judge` a function or a list of them. All other settings are those of `rolecall best-of-n`.
     """
-    rewards, judges = listed(reward), listed(judge)
-    given = {**with_model(settings), **by_name(rows=rows, reward=rewards, judge=judges)}
-    saved = saved_settings(given.get("out")) if given.get("resume") else {}
-    options = resolve(BestOfNOptions, [("config.json", saved), ("the call", given)]).options
-    return unless_failed(
-        run(
-            options,
-            rows=unnamed(rows),
-            rewards=rewards or None,
-            judges=judges or None,
-            progress=progress,
-            callbacks=callbacks,
-        )
-    )
+    given = {"rows": rows, "reward": reward, "judge": judge}
+    return train(BestOfNOptions, settings, given, progress=progress, callbacks=callbacks, ends=unless_failed)
 
 
-def run(
-    options: BestOfNOptions,
-    *,
-    rows: RowsSource | None = None,
-    rewards: Sequence[Any] | None = None,
-    judges: Sequence[Any] | None = None,
-    progress: Progress | None = None,
-    callbacks: Sequence[Given] = (),
-) -> Run:
-    """Run from options; rows and rewards that are objects take the place of the named ones."""
-    options = labelled(options, rows=rows, reward=rewards, judge=judges)
-    build = partial(_build, rows=rows, rewards=rewards, judges=judges)
-    return execute("best-of-n", options, build, progress=progress, callbacks=callbacks)
-
-
-def _build(
-    options: BestOfNOptions,
-    accelerator: Accelerator,
-    timer: Timer,
-    stack: ExitStack,
-    *,
-    rows: RowsSource | None,
-    rewards: Sequence[Any] | None,
-    judges: Sequence[Any] | None,
-) -> Built:
-    if accelerator.num_processes > 1:
+def build(job: Job) -> Built:
+    """The parts of a run."""
+    options, objects, stack, timer = job.options, job.given, job.stack, job.timer
+    if job.accelerator.num_processes > 1:
         raise UserError("best-of-n runs in one process: start it without accelerate launch")
     held_out = HeldOutOptions(every=1, rows=options.count) if options.split == "test" else HeldOutOptions()
-    source = options.rows if rows is None else rows
+    source = job.rows
     if options.split == "test" and not (isinstance(source, str) and is_task(source)):
         raise UserError("split is for tasks: these rows are used as they are, so leave it out")
     given = prompt_rows(source, held_out, seed=options.seed)
     task_reward = given.reward
     found = head(given.train if given.test is None else given.test, options.count)
     how: dict[str, Any] = {"deadline_s": options.reward_deadline, "rows": found, "timer": timer}
-    reward = open_reward(rewards or options.reward, task_reward, stack, weights=options.reward_weights, **how)
+    reward = open_reward(objects.reward or options.reward, task_reward, stack, weights=options.reward_weights, **how)
     judge = None
-    if judges or options.judge:
-        judge = open_reward(judges or options.judge, task_reward, stack, weights=None, **how)
+    if objects.judge or options.judge:
+        judge = open_reward(objects.judge or options.judge, task_reward, stack, weights=None, **how)
     policy = open_model(options.model, **reading(options.policy))
     check_prompts(found, policy, options.chat)
     engine = sampler(policy, options)

@@ -17,9 +17,8 @@ from rolecall.errors import UserError
 from rolecall.jobs.agents import EnvSource, env_source, episode_rows, open_arena, open_envs
 from rolecall.jobs.arguments import trl_arguments
 from rolecall.jobs.data import by_name, check_prompts, listed, open_reward, prompt_rows, unnamed
-from rolecall.jobs.models import open_model, with_model
+from rolecall.jobs.models import open_model, sampler, with_model
 from rolecall.jobs.prompting import AsMessages, prompting_of
-from rolecall.jobs.rl import sampler
 from rolecall.policy.load import reading
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.episodes import EnvOnly, EpisodeEvaluator

@@ -1,18 +1,15 @@
 """`rolecall marl`: agents that learn together."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 
 from rolecall.config.marl import MARLOptions
-from rolecall.config.merge import resolve
-from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
-from rolecall.jobs.running import Built, Run, execute, loop_options, unless_stopped
+from rolecall.jobs.calls import Job, train
+from rolecall.jobs.running import Built, Run, loop_options
 from rolecall.marl.envs import open_envs
 from rolecall.marl.nets import save_agents
 from rolecall.marl.ppo import ActorCritic
@@ -25,7 +22,6 @@ from rolecall.train.persist import NotFinite
 from rolecall.train.progress import Progress
 from rolecall.train.state import first_non_finite, read_state, write_state
 from rolecall.train.step import Updater
-from rolecall.train.timing import Timer
 
 _STATE = "trainer"
 
@@ -41,21 +37,13 @@ def marl(
 
     Settings are those of `rolecall marl`, nested or dotted.
     """
-    presets = MARLOptions.presets
-    if preset is not None and preset not in presets:
-        raise UserError(f"there is no preset {preset!r}; there are {', '.join(presets)}")
-    saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
-    layers = [("config.json", saved), ("the preset", presets.get(preset or "", {})), ("the call", settings)]
-    return unless_stopped(run(resolve(MARLOptions, layers).options, progress=progress, callbacks=callbacks))
+    return train(MARLOptions, settings, {}, preset=preset, progress=progress, callbacks=callbacks)
 
 
-def run(options: MARLOptions, *, progress: Progress | None = None, callbacks: Sequence[Given] = ()) -> Run:
-    """Run from options."""
-    return execute("marl", options, _build, progress=progress, callbacks=callbacks)
-
-
-def _build(options: MARLOptions, accelerator: Accelerator, timer: Timer, stack: ExitStack) -> Built:
-    if accelerator.num_processes > 1:
+def build(job: Job) -> Built:
+    """The parts of a run."""
+    options, stack = job.options, job.stack
+    if job.accelerator.num_processes > 1:
         raise UserError("marl trains in one process; `workers` spreads the environments over several")
 
     def opened(count: int) -> Any:
@@ -68,7 +56,7 @@ def _build(options: MARLOptions, accelerator: Accelerator, timer: Timer, stack: 
     module = networks(options, envs.spec)
     optimizer = make_optimizer(module, options.optim)
     updater = Updater(
-        accelerator,
+        job.accelerator,
         module,
         optimizer,
         token_budget=options.optim.token_budget,

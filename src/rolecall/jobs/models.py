@@ -3,6 +3,7 @@
 Every command and option that takes a model comes here, so all of them take the same things.
 """
 
+import hashlib
 import json
 import logging
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from rolecall.config.given import GIVEN, GivenModel
@@ -17,10 +19,12 @@ from rolecall.config.parts import PolicyOptions
 from rolecall.errors import UserError
 from rolecall.policy.heads import RewardModel
 from rolecall.policy.load import LoadedModel, LoadError, load, reading
-from rolecall.policy.lora import add_adapter, check_installed, continues, has_adapter, load_adapter, merge
+from rolecall.policy.lora import add_adapter, check_installed, continues, has_adapter, load_adapter, merge, merged
 from rolecall.policy.objects import from_objects
 from rolecall.policy.quantize import quantized
 from rolecall.rewards.model import RewardModelReward
+from rolecall.rollout.engine import Engine
+from rolecall.rollout.open import open_engine
 from rolecall.train import checkpoint
 
 _log = logging.getLogger("rolecall")
@@ -113,6 +117,23 @@ def start_reward_model(name: str, options: Any) -> RewardModel:
         if "SequenceClassification" in architectures[0]:
             return open_reward_model(name, **how)
     return RewardModel.from_policy(open_model(name, **how), seed=options.seed)
+
+
+def sampler(policy: LoadedModel, options: Any) -> Engine:
+    """The engine that the options ask for, with the policy's weights."""
+    plain = merged(policy) if has_adapter(policy) else policy
+    return open_engine(plain, name=options.engine.name, dtype=engine_dtype(options), max_rows=options.engine.max_rows)
+
+
+def engine_dtype(options: Any) -> torch.dtype | None:
+    """The sampler's dtype; None if it is the model's."""
+    return None if options.engine.dtype is None else getattr(torch, options.engine.dtype)
+
+
+def fingerprint(policy: LoadedModel) -> str:
+    """Tells tokenizers apart: a hash of the vocabulary."""
+    vocabulary = sorted(policy.tokenizer.get_vocab().items())
+    return hashlib.sha256(repr(vocabulary).encode()).hexdigest()
 
 
 def _held(policy: PolicyOptions) -> dict[str, Any]:

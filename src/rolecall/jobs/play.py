@@ -9,9 +9,8 @@ from rolecall.config.merge import make
 from rolecall.config.parts import HeldOutOptions
 from rolecall.config.play import PlayOptions
 from rolecall.jobs.agents import EnvSource, env_label, episode_rows, open_arena, open_envs
-from rolecall.jobs.models import open_model, with_model
+from rolecall.jobs.models import open_model, sampler, with_model
 from rolecall.jobs.prompting import prompting_of
-from rolecall.jobs.rl import sampler
 from rolecall.policy.load import reading
 from rolecall.policy.token_text import token_texts
 from rolecall.recipes.episodes import EnvOnly

@@ -1,57 +1,23 @@
 """`rolecall rl`: train a language model with reinforcement learning."""
 
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate import Accelerator
-
-from rolecall.config.merge import resolve
-from rolecall.config.resume import saved_settings
 from rolecall.config.rl import RLOptions, weights_line
 from rolecall.errors import UserError
 from rolecall.experience.parquet import StoreError
 from rolecall.experience.stored import RolloutStore
-from rolecall.jobs.agents import (
-    EnvSource,
-    check_episodes,
-    env_label,
-    env_source,
-    episode_rows,
-    open_arena,
-    open_envs,
-    try_out,
-)
+from rolecall.jobs.agents import EnvSource, check_episodes, env_source, episode_rows, open_arena, open_envs, try_out
 from rolecall.jobs.arguments import trl_arguments
-from rolecall.jobs.data import (
-    by_name,
-    check_prompts,
-    eval_named,
-    labelled,
-    listed,
-    open_judge,
-    open_reward,
-    prompt_rows,
-    steps_of,
-    unnamed,
-)
-from rolecall.jobs.models import open_policy, open_reward_model, with_model
+from rolecall.jobs.calls import Job, train
+from rolecall.jobs.data import PromptRows, check_prompts, open_judge, open_reward, prompt_rows, steps_of
+from rolecall.jobs.models import engine_dtype, fingerprint, open_policy, open_reward_model, sampler
 from rolecall.jobs.prompting import style_of
-from rolecall.jobs.running import (
-    Built,
-    Run,
-    build_policy,
-    execute,
-    loop_options,
-    prepared,
-    unless_stopped,
-)
+from rolecall.jobs.running import Built, Run, build_policy, loop_options, prepared
 from rolecall.policy.heads import Critic, ScalarHead
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter, merged
@@ -65,15 +31,14 @@ from rolecall.recipes.records import Records
 from rolecall.recipes.rl import RLLearner
 from rolecall.recipes.stored import StoredAnswers, Unasked
 from rolecall.rewards.records import Reward
+from rolecall.rollout.agents.pool import Envs
 from rolecall.rollout.engine import Engine, warn_if_support_is_cut
-from rolecall.rollout.open import open_engine
 from rolecall.tasks.rows import Rows
 from rolecall.tasks.sources import RowsSource
 from rolecall.train.callbacks import Given
 from rolecall.train.progress import Progress
 from rolecall.train.reference import Reference
 from rolecall.train.rundir import RunDir
-from rolecall.train.timing import Timer
 
 _log = logging.getLogger("rolecall")
 
@@ -97,178 +62,134 @@ def rl(
     `rows` and `eval_data` may be lists of dicts, data frames or Hugging Face datasets, `reward` a function or a list of them, `env` a class of environments to play episodes
     of several turns in; `advantage(batch)` and `loss(outputs, batch)` replace the preset's own. All other settings are those of `rolecall rl`, nested or dotted.
     """
-    if preset not in RLOptions.presets:
-        raise UserError(f"unknown preset {preset!r}; choose one of {', '.join(RLOptions.presets)}")
-    rewards = listed(reward)
-    given = {**with_model(settings), **by_name(rows=rows, env=env, reward=rewards), **eval_named(eval_data)}
-    base = (f"preset {preset}", RLOptions.presets[preset])
-    if given.get("resume"):
-        base = ("config.json", saved_settings(given.get("out")))
-    options = resolve(RLOptions, [base, ("the call", given)]).options
-    return unless_stopped(
-        run(
-            options,
-            rows=unnamed(rows),
-            eval_data=unnamed(eval_data),
-            env=unnamed(env),
-            rewards=rewards or None,
-            advantage=advantage,
-            loss=loss,
-            progress=progress,
-            callbacks=callbacks,
-        )
-    )
+    chosen = None if settings.get("resume") else preset
+    given = {"rows": rows, "eval_data": eval_data, "env": env, "reward": reward, "advantage": advantage, "loss": loss}
+    return train(RLOptions, settings, given, preset=chosen, progress=progress, callbacks=callbacks)
 
 
-def run(
-    options: RLOptions,
-    *,
-    rows: RowsSource | None = None,
-    eval_data: RowsSource | None = None,
-    env: EnvSource | None = None,
-    rewards: Sequence[Any] | None = None,
-    advantage: Callable[..., Any] | None = None,
-    loss: Callable[..., Any] | None = None,
-    progress: Progress | None = None,
-    callbacks: Sequence[Given] = (),
-) -> Run:
-    """Run from options; rows, environments and rewards that are objects take the place of the named ones."""
-    if env is not None:
-        options = replace(options, env=env_label(env))
-    options = labelled(options, rows=rows, reward=rewards)
-    build = partial(_build, rows=rows, eval_data=eval_data, env=env, rewards=rewards, advantage=advantage, loss=loss)
-    return execute("rl", options, build, progress=progress, callbacks=callbacks)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """What the policy is asked, and what scores it. Without rows nothing is asked: stored answers train."""
 
-
-def _build(
-    options: RLOptions,
-    accelerator: Accelerator,
-    timer: Timer,
-    stack: ExitStack,
-    *,
-    rows: RowsSource | None,
-    eval_data: RowsSource | None,
-    env: EnvSource | None,
-    rewards: Sequence[Any] | None,
-    advantage: Callable[..., Any] | None,
-    loss: Callable[..., Any] | None,
-) -> Built:
-    given = options.rows if rows is None else rows
-    played = env_source(options.env if env is None else env, given)
     train: Rows | None = None
     test: Rows | None = None
-    reward: Reward = Unasked() if played is None else EnvOnly()
-    asked = options.sampled_now or bool(options.eval.every)
-    task_reward = test_reward = None
-    if played is not None:
-        check_episodes(options)
-    if asked and played is not None:
-        train, test = episode_rows(
-            played, given, options.eval, seed=options.seed, prompt=options.agent.prompt, eval_data=eval_data
-        )
-    elif asked:
-        source = "addition" if given is None else given
-        found = prompt_rows(source, options.eval, seed=options.seed, eval_data=eval_data)
-        train, test, task_reward, test_reward = found.train, found.test, found.reward, found.test_reward
-    if train is not None:
-        options = steps_of(options, train, options.prompts)
-    if train is not None and (played is None or rewards or options.reward):
-        reward = open_reward(
-            rewards or options.reward,
-            task_reward,
-            stack,
-            weights=options.reward_weights,
-            deadline_s=options.reward_deadline,
-            rows=train,
-            timer=timer,
-        )
-    envs = open_envs(played, options.agent, stack) if asked and played is not None else None
-    if envs is not None and played is not None and train is not None:
-        try_out(played, envs, train[0])
+    reward: Reward
+    test_reward: str | None = None
+    """That of the evaluation's task."""
+    envs: Envs | None = None
+    """Where episodes are played."""
+
+
+def build(job: Job) -> Built:
+    """The parts of a run."""
+    asked, played = _asked(job), _played(job)
+    options, rows, test = job.options, asked.train, asked.test
+    if rows is not None:
+        options = steps_of(options, rows, options.prompts)
     policy = open_policy(options.model, options)
-    for some in (train, test):
+    for some in (rows, test):
         if some is not None and played is None:
             check_prompts(some, policy, options.chat)
     module = _module(policy, options)
-    updater = prepared(module, options.optim, accelerator, timer)
+    updater = prepared(module, options.optim, job.accelerator, job.timer)
     reference = Reference(module) if options.algorithm.kl_coef > 0 else None  # now on the module's device
     engine = sampler(policy, options)
-    guard = Guard(
-        options, policy=policy, updater=updater, engine=engine, engine_dtype=_dtype(options) or policy.model.dtype
-    )
+    dtype = engine_dtype(options) or policy.model.dtype
+    guard = Guard(options, policy=policy, updater=updater, engine=engine, engine_dtype=dtype)
     warn_if_support_is_cut(options.sampling)
     if line := weights_line(options):
         _log.info(line)
+    parts: dict[str, Any] = {"policy": policy, "engine": engine, "reward": asked.reward, "timer": job.timer}
     arena = None
-    if envs is not None:
-        arena = open_arena(
-            envs, options.agent, policy=policy, engine=engine, reward=reward, chat=options.chat, timer=timer
-        )
+    if asked.envs is not None:
+        arena = open_arena(asked.envs, options.agent, chat=options.chat, **parts)
+    rank = {"rank": job.accelerator.process_index, "ranks": job.accelerator.num_processes}
     collector: Collector | None = None
     if options.from_run is not None:
-        collector = _stored_answers(options, policy, engine, accelerator)
-    elif arena is not None and train is not None:
-        collector = _episodes(options, arena, train, accelerator)
+        collector = _stored_answers(options, policy, engine, **rank)
+    elif arena is not None and rows is not None:
+        collector = Episodes(options, arena, rows=rows, **rank)
     learner = RLLearner(
         options,
-        policy=policy,
         module=module,
         updater=updater,
-        engine=engine,
-        reward=reward,
-        rows=train,
+        rows=rows,
         reference=reference,
         watches=[guard],
-        timer=timer,
-        advantage=advantage,
-        loss=loss,
+        advantage=job.given.advantage,
+        loss=job.given.loss,
         collector=collector,
+        **parts,
     )
 
     def record(run: RunDir) -> None:
         spell = partial(token_bytes, policy.tokenizer)
         learner.watches.append(Records(run, options, model=engine.hash, tokenizer=fingerprint(policy), pieces=spell))
 
-    evaluate: Evaluator | EpisodeEvaluator | None = None
-    how: dict[str, Any] = {
-        "sampling": options.sampling,
-        "samples": options.eval.samples,
-        "seed": options.seed,
-        "reference": reference,
-        "state_at": partial(run_state, options, getattr(learner.collector, "order", None)),
-    }
-    if test is not None and arena is not None:
-        evaluate = EpisodeEvaluator(arena, rows=test, **how)
-    elif test is not None:
-        judge, beside = open_judge(options, reward, test_reward, stack, rows=test)
-        evaluate = Evaluator(
-            policy=policy,
-            engine=engine,
-            reward=judge,
-            train_reward=beside,
-            rows=test,
-            chat=options.chat,
-            timer=timer,
-            **how,
-        )
+    order = getattr(learner.collector, "order", None)
     return build_policy(
         learner,
         loop_options(options, main="reward"),
         policy=policy,
         module=module,
         optimizer=updater.optimizer,
-        evaluate=evaluate,
+        evaluate=_evaluator(job, asked, parts, arena, reference=reference, state_at=partial(run_state, options, order)),
         watch_run=record,
-        prompts="chat" if played is not None else None if train is None else style_of(train),
+        prompts="chat" if played is not None else None if rows is None else style_of(rows),
     )
 
 
-def _episodes(options: RLOptions, arena: Arena, rows: Rows, accelerator: Accelerator) -> Episodes:
-    rank, ranks = accelerator.process_index, accelerator.num_processes
-    return Episodes(options, arena, rows=rows, rank=rank, ranks=ranks)
+def _played(job: Job) -> EnvSource | None:
+    """The environment that episodes are played in; None if prompts are answered once."""
+    return env_source(job.options.env if job.given.env is None else job.given.env, job.rows)
 
 
-def _stored_answers(options: RLOptions, policy: LoadedModel, engine: Engine, accelerator: Accelerator) -> StoredAnswers:
+def _asked(job: Job) -> _Asked:
+    """The rows, their reward and environments, opened and found good."""
+    options, given, played = job.options, job.given, _played(job)
+    if played is not None:
+        check_episodes(options)
+    if not (options.sampled_now or options.eval.every):
+        return _Asked(reward=Unasked() if played is None else EnvOnly())
+    if played is None:
+        source = "addition" if job.rows is None else job.rows
+        found = prompt_rows(source, options.eval, seed=options.seed, eval_data=given.eval_data)
+    else:
+        how: dict[str, Any] = {"seed": options.seed, "prompt": options.agent.prompt, "eval_data": given.eval_data}
+        rows, held_out = episode_rows(played, job.rows, options.eval, **how)
+        found = PromptRows(train=rows, test=held_out)
+    reward: Reward = EnvOnly()
+    if played is None or given.reward or options.reward:
+        reward = open_reward(
+            given.reward or options.reward,
+            found.reward,
+            job.stack,
+            weights=options.reward_weights,
+            deadline_s=options.reward_deadline,
+            rows=found.train,
+            timer=job.timer,
+        )
+    envs = None
+    if played is not None:
+        envs = open_envs(played, options.agent, job.stack)
+        try_out(played, envs, found.train[0])
+    return _Asked(train=found.train, test=found.test, reward=reward, test_reward=found.test_reward, envs=envs)
+
+
+def _evaluator(job: Job, asked: _Asked, parts: dict[str, Any], arena: Arena | None, **more: Any) -> Any:
+    """What answers held-out rows, or plays held-out episodes; None if the run never evaluates."""
+    options = job.options
+    if asked.test is None:
+        return None
+    how = {"sampling": options.sampling, "samples": options.eval.samples, "seed": options.seed, **more}
+    if arena is not None:
+        return EpisodeEvaluator(arena, rows=asked.test, **how)
+    judge, beside = open_judge(options, asked.reward, asked.test_reward, job.stack, rows=asked.test)
+    parts = {**parts, "reward": judge, "train_reward": beside}
+    return Evaluator(rows=asked.test, chat=options.chat, **parts, **how)
+
+
+def _stored_answers(options: RLOptions, policy: LoadedModel, engine: Engine, *, rank: int, ranks: int) -> StoredAnswers:
     """The rollouts to train on in place of new ones, all read once and found good."""
     assert options.from_run is not None
     try:
@@ -296,7 +217,7 @@ def _stored_answers(options: RLOptions, policy: LoadedModel, engine: Engine, acc
         _log.warning(
             "%d of %d sampled tokens have no finite behaviour log-prob and are left out", facts.unknown, facts.tokens
         )
-    return StoredAnswers(store, rank=accelerator.process_index, ranks=accelerator.num_processes)
+    return StoredAnswers(store, rank=rank, ranks=ranks)
 
 
 def _module(policy: LoadedModel, options: RLOptions) -> PolicyModel:
@@ -310,19 +231,3 @@ def _module(policy: LoadedModel, options: RLOptions) -> PolicyModel:
             critic = Critic.from_policy(merged(policy) if has_adapter(policy) else policy)
         return PolicyModel(policy.model, critic=critic)
     return PolicyModel(policy.model)
-
-
-def sampler(policy: LoadedModel, options: Any) -> Engine:
-    """The engine that the options ask for, with the policy's weights."""
-    plain = merged(policy) if has_adapter(policy) else policy
-    return open_engine(plain, name=options.engine.name, dtype=_dtype(options), max_rows=options.engine.max_rows)
-
-
-def _dtype(options: Any) -> torch.dtype | None:
-    return None if options.engine.dtype is None else getattr(torch, options.engine.dtype)
-
-
-def fingerprint(policy: LoadedModel) -> str:
-    """Tells tokenizers apart: a hash of the vocabulary."""
-    vocabulary = sorted(policy.tokenizer.get_vocab().items())
-    return hashlib.sha256(repr(vocabulary).encode()).hexdigest()

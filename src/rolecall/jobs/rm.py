@@ -2,20 +2,15 @@
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
-
-from rolecall.config.merge import resolve
-from rolecall.config.resume import saved_settings
 from rolecall.config.rm import RMOptions
 from rolecall.jobs.arguments import trl_arguments
-from rolecall.jobs.data import by_name, eval_named, labelled, preferences, steps_of, unnamed
-from rolecall.jobs.models import start_reward_model, with_model
-from rolecall.jobs.running import Built, Run, execute, loop_options, prepared, unless_stopped
+from rolecall.jobs.calls import Job, train
+from rolecall.jobs.data import preferences, steps_of
+from rolecall.jobs.models import start_reward_model
+from rolecall.jobs.running import Built, Run, loop_options, prepared
 from rolecall.recipes.reward_model import (
     RewardModelLearner,
     centre,
@@ -30,7 +25,6 @@ from rolecall.tasks.sources import RowsSource
 from rolecall.train.callbacks import Given
 from rolecall.train.progress import Progress
 from rolecall.train.state import first_non_finite
-from rolecall.train.timing import Timer
 
 _log = logging.getLogger("rolecall")
 
@@ -48,39 +42,17 @@ def rm(
 
     `rows` and `eval_data` may be lists of dicts, data frames or Hugging Face datasets. All other settings are those of `rolecall rm`, nested or dotted.
     """
-    settings = {**with_model(settings), **by_name(rows=rows), **eval_named(eval_data)}
-    saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
-    options = resolve(RMOptions, [("config.json", saved), ("the call", settings)]).options
-    given = {"rows": unnamed(rows), "eval_data": unnamed(eval_data)}
-    return unless_stopped(run(options, **given, progress=progress, callbacks=callbacks))
+    given = {"rows": rows, "eval_data": eval_data}
+    return train(RMOptions, settings, given, progress=progress, callbacks=callbacks)
 
 
-def run(
-    options: RMOptions,
-    *,
-    rows: RowsSource | None = None,
-    eval_data: RowsSource | None = None,
-    progress: Progress | None = None,
-    callbacks: Sequence[Given] = (),
-) -> Run:
-    """Run from options; rows that are objects take the place of the named ones."""
-    options, build = labelled(options, rows=rows), partial(_build, rows=rows, eval_data=eval_data)
-    return execute("rm", options, build, progress=progress, callbacks=callbacks)
-
-
-def _build(
-    options: RMOptions,
-    accelerator: Accelerator,
-    timer: Timer,
-    stack: ExitStack,
-    *,
-    rows: RowsSource | None,
-    eval_data: RowsSource | None,
-) -> Built:
+def build(job: Job) -> Built:
+    """The parts of a run."""
+    options = job.options
     budget = options.optim.token_budget
     model = start_reward_model(options.model, options)
-    train, held_out = preferences(options, rows, job="rm", eval_data=eval_data)
-    pairs = make_pairs(model, train, chat=options.chat, max_length=options.max_length)
+    rows, held_out = preferences(options, job.given.rows, job="rm", eval_data=job.given.eval_data)
+    pairs = make_pairs(model, rows, chat=options.chat, max_length=options.max_length)
     if pairs.too_long or pairs.same:
         _log.warning("%s", pairs.in_words())
     held = None
@@ -89,7 +61,7 @@ def _build(
             model, held_out, chat=options.chat, max_length=options.max_length, limit=options.eval.rows
         ).pairs
     options = steps_of(options, pairs.pairs, options.batch)
-    updater = prepared(model, options.optim, accelerator, timer)
+    updater = prepared(model, options.optim, job.accelerator, job.timer)
     learner = RewardModelLearner(options, updater=updater, pairs=pairs.pairs)
 
     def write(directory: Path, extra: dict[str, Any]) -> None:

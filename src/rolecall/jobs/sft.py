@@ -3,48 +3,25 @@
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from accelerate import Accelerator
-
-from rolecall.config.agents import AgentOptions
-from rolecall.config.merge import resolve
-from rolecall.config.resume import saved_settings
 from rolecall.config.sft import SFTOptions
 from rolecall.errors import UserError
-from rolecall.jobs.agents import env_source, episode_rows, open_arena, open_envs
 from rolecall.jobs.arguments import trl_arguments
-from rolecall.jobs.data import (
-    by_name,
-    check_kind,
-    check_prompts,
-    demonstrated_splits,
-    eval_named,
-    labelled,
-    open_reward,
-    prompt_rows,
-    steps_of,
-    unnamed,
-)
-from rolecall.jobs.models import open_policy, with_model
+from rolecall.jobs.calls import Job, train
+from rolecall.jobs.data import check_kind, check_prompts, demonstrated_splits, open_reward, steps_of
+from rolecall.jobs.evaluators import answering, task_evaluator
+from rolecall.jobs.models import open_policy
 from rolecall.jobs.prompting import style_of
-from rolecall.jobs.rl import sampler
-from rolecall.jobs.running import Built, Run, build_policy, execute, loop_options, prepared, unless_stopped
+from rolecall.jobs.running import Built, Run, build_policy, loop_options, prepared
 from rolecall.policy.model import PolicyModel
-from rolecall.recipes.episodes import EnvOnly, EpisodeEvaluator
-from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.rendering import rendered_rows
-from rolecall.recipes.rl import engine_weights
 from rolecall.recipes.sft import SFTLearner
 from rolecall.tasks.env_names import is_task
 from rolecall.tasks.rows import Rows
 from rolecall.tasks.sources import RowsSource
 from rolecall.train.callbacks import Given
 from rolecall.train.progress import Progress
-from rolecall.train.timing import Timer
-from rolecall.types import Sampling
 
 _log = logging.getLogger("rolecall")
 
@@ -63,44 +40,21 @@ def sft(
     `rows` and `eval_data` may be lists of dicts, data frames or Hugging Face datasets. All other settings are those of
     `rolecall sft`, nested or dotted.
     """
-    settings = {**with_model(settings), **by_name(rows=rows), **eval_named(eval_data)}
-    saved = saved_settings(settings.get("out")) if settings.get("resume") else {}
-    options = resolve(SFTOptions, [("config.json", saved), ("the call", settings)]).options
-    given = {"rows": unnamed(rows), "eval_data": unnamed(eval_data)}
-    return unless_stopped(run(options, **given, progress=progress, callbacks=callbacks))
+    given = {"rows": rows, "eval_data": eval_data}
+    return train(SFTOptions, settings, given, progress=progress, callbacks=callbacks)
 
 
-def run(
-    options: SFTOptions,
-    *,
-    rows: RowsSource | None = None,
-    eval_data: RowsSource | None = None,
-    progress: Progress | None = None,
-    callbacks: Sequence[Given] = (),
-) -> Run:
-    """Run from options; rows that are objects take the place of the named ones."""
-    options, build = labelled(options, rows=rows), partial(_build, rows=rows, eval_data=eval_data)
-    return execute("sft", options, build, progress=progress, callbacks=callbacks)
-
-
-def _build(
-    options: SFTOptions,
-    accelerator: Accelerator,
-    timer: Timer,
-    stack: ExitStack,
-    *,
-    rows: RowsSource | None,
-    eval_data: RowsSource | None,
-) -> Built:
-    source = options.rows if rows is None else rows
-    found, held = demonstrated_splits(source, options.eval, seed=options.seed, eval_data=eval_data)
+def build(job: Job) -> Built:
+    """The parts of a run."""
+    options, source, stack = job.options, job.rows, job.stack
+    found, held = demonstrated_splits(source, options.eval, seed=options.seed, eval_data=job.given.eval_data)
     policy = open_policy(options.model, options)
     trajectories, too_long = rendered_rows(found, policy, options.chat, max_length=options.max_length)
     if too_long:
         _log.warning("%d of %d rows are longer than max_length and were left out", too_long, len(found))
     options = steps_of(options, trajectories, options.batch)
     module = PolicyModel(policy.model)
-    updater = prepared(module, options.optim, accelerator, timer)
+    updater = prepared(module, options.optim, job.accelerator, job.timer)
     learner = SFTLearner(options, updater=updater, demonstrations=trajectories)
     # A task answers its own test prompts; of other rows the loss is known, and the reward if one is named.
     asked = options.eval.data if options.eval.data is not None and is_task(options.eval.data) else source
@@ -129,7 +83,7 @@ def _held_out_evaluator(options: SFTOptions, policy: Any, learner: SFTLearner, h
         check_kind(held, ("prompt",), "a column `prompt` in the rows that eval.reward scores answers to")
         check_prompts(held, policy, options.chat)
         reward = open_reward(options.eval.reward, None, stack, weights=None, deadline_s=60.0, rows=held)
-        answers = _answering(options, policy, reward, held)
+        answers = answering(options, policy, reward, held)
     elif known is None:
         raise UserError(
             "the evaluation rows are no demonstrations, so they have no loss: give `completion` too, or eval.reward"
@@ -137,53 +91,5 @@ def _held_out_evaluator(options: SFTOptions, policy: Any, learner: SFTLearner, h
 
     def evaluate(step: int) -> dict[str, float]:
         return (learner.evaluate(known) if known else {}) | (answers(step) if answers is not None else {})
-
-    return evaluate
-
-
-def _answering(options: Any, policy: Any, reward: Any, rows: Rows) -> Any:
-    """Greedy answers to held-out prompts, scored."""
-    engine = sampler(policy, options)
-    evaluator = Evaluator(
-        policy=policy, engine=engine, reward=reward, rows=rows, chat=options.chat, **_how_to_sample(options)
-    )
-
-    def evaluate(step: int) -> dict[str, float]:
-        engine.load(engine_weights(policy), step)
-        return evaluator(step)
-
-    return evaluate
-
-
-def _how_to_sample(options: Any) -> dict[str, Any]:
-    return {
-        "sampling": Sampling(max_new_tokens=options.max_new_tokens),
-        "samples": options.eval.samples,
-        "seed": options.seed,
-    }
-
-
-def task_evaluator(options: Any, policy: Any, source: Any, stack: ExitStack) -> Any:
-    """Greedy answers to a task's held-out prompts, scored by the task; None if there shall be no evaluation."""
-    if not options.eval.every:
-        return None
-    env = env_source(None, source)
-    evaluation = replace(options.eval, data=None)
-    if env is None:
-        found = prompt_rows(source, evaluation, seed=options.seed)
-        assert found.test is not None
-        reward = open_reward(options.eval.reward, found.test_reward, stack, weights=None, deadline_s=60.0)
-        return _answering(options, policy, reward, found.test)
-    engine = sampler(policy, options)
-    _, held_out = episode_rows(env, None, evaluation, n=1, seed=options.seed)
-    assert held_out is not None
-    limits = AgentOptions()
-    envs = open_envs(env, limits, stack)
-    arena = open_arena(envs, limits, policy=policy, engine=engine, reward=EnvOnly(), chat=options.chat)
-    evaluator = EpisodeEvaluator(arena, rows=held_out, **_how_to_sample(options))
-
-    def evaluate(step: int) -> dict[str, float]:
-        engine.load(engine_weights(policy), step)
-        return evaluator(step)
 
     return evaluate
