@@ -23,6 +23,7 @@ from rolecall.experience.batches import lengths_of, micro_batches
 from rolecall.maths.reduce import denominator_of, position_weights, sequence_lengths
 from rolecall.maths.roles import Verdict
 from rolecall.policy.model import Against, Outputs, PolicyModel, shares_prefixes
+from rolecall.train.state import first_non_finite
 from rolecall.train.timing import Timer
 from rolecall.types import Batch
 
@@ -93,6 +94,10 @@ class Updater:
         self.accelerator, self.module, self.optimizer = accelerator, module, optimizer
         self.token_budget, self.max_grad_norm = token_budget, max_grad_norm
         self.timer = timer or Timer()
+        self.moves = 0
+        """Optimiser steps taken."""
+        self.not_finite: str | None = None
+        """What was not finite in the last step that was skipped, on this rank; None if it was on another."""
 
     def step(
         self, batch: Batch, loss: Loss, *, temperature: float, record: bool = False, against: Against | None = None
@@ -155,10 +160,14 @@ class Updater:
             self.timer.advance(i + 1, rounds, "micro-batches")
         loss_was_finite = loss_is_finite()
         grad_norm = float(self._clip())
-        finite = loss_was_finite and math.isfinite(grad_norm)
-        if finite:
-            self.optimizer.step()
-        return grad_norm, finite
+        bad = not (loss_was_finite and math.isfinite(grad_norm))
+        # After the exchange gradients are the same everywhere, but memory can fail on one rank alone.
+        if bool(self._over_ranks(torch.tensor(float(bad)), "max")):
+            self.not_finite = self._first_bad() if bad else None
+            return grad_norm, False
+        self.moves += 1
+        self.optimizer.step()
+        return grad_norm, True
 
     def _nothing(self, batch: Batch) -> StepResult:
         """No position trains on any rank: no step, so that an optimiser's momentum does not move the weights either."""
@@ -207,10 +216,21 @@ class Updater:
         self.accelerator.backward(total * self.accelerator.num_processes)
 
     def _clip(self) -> Tensor:
-        limit = self.max_grad_norm if self.max_grad_norm is not None else torch.inf
-        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), limit)
-        assert norm is not None
+        """The gradient's norm; a gradient that is not finite is left as it is, to be looked at."""
+        given = [p for p in self.module.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in given if p.grad is not None])
+        if self.max_grad_norm is not None and bool(norm.isfinite()):
+            nn.utils.clip_grads_with_norm_(given, self.max_grad_norm, norm)
         return norm.detach()
+
+    def _first_bad(self) -> str:
+        module = self.accelerator.unwrap_model(self.module)
+        held = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        weight = first_non_finite(held)
+        if weight is not None:
+            return f"the weight {weight}"
+        gradient = first_non_finite({name: p.grad for name, p in held.items() if p.grad is not None})
+        return "the loss" if gradient is None else f"the gradient of {gradient}"
 
     def all_sum(self, x: Tensor) -> Tensor:
         """A tensor added up over ranks."""
