@@ -53,8 +53,8 @@ def audit(
     rewards = listed(reward)
     given = {**with_model(settings), **by_name(rows=rows, reward=rewards)}
     base = (f"preset {preset}", AuditOptions.presets[preset])
-    if given.get("resume"):
-        base = ("config.json", saved_settings(given.get("out")))
+    if given.get("resume") and (saved := saved_settings(given.get("out"))):
+        base = ("config.json", saved)
     options = resolve(AuditOptions, [base, ("the call", given)]).options
     found = run(options, rows=unnamed(rows), rewards=rewards or None)
     if options.html is not None:

@@ -102,8 +102,8 @@ def rl(
     rewards = listed(reward)
     given = {**with_model(settings), **by_name(rows=rows, env=env, reward=rewards), **eval_named(eval_data)}
     base = (f"preset {preset}", RLOptions.presets[preset])
-    if given.get("resume"):
-        base = ("config.json", saved_settings(given.get("out")))
+    if given.get("resume") and (saved := saved_settings(given.get("out"))):
+        base = ("config.json", saved)
     options = resolve(RLOptions, [base, ("the call", given)]).options
     return unless_stopped(
         run(

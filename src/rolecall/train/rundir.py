@@ -58,7 +58,7 @@ class RunDir:
         run.metrics.append({"step": 1, "loss": 0.5})
     ```
 
-    Without `resume` or `overwrite` the directory must be new or empty. `resume` needs one that is there; `overwrite`
+    Without `resume` or `overwrite` the directory must be new or empty. `resume` needs one that is there, if only just begun; `overwrite`
     removes an earlier run's files, and nothing else. Only one process of a job opens it (rank 0).
     """
 
@@ -165,8 +165,6 @@ def _locked(path: Path, *, resume: bool) -> RunLock:
 
 def _check_use(path: Path, *, resume: bool, overwrite: bool) -> None:
     entries = sorted(child.name for child in path.iterdir() if child.name != LOCK and TMP_MARK not in child.name)
-    if resume and not entries:
-        raise RunDirError(f"there is no run to resume in {path}")
     if overwrite and entries and not set(entries) & set(_LAYOUT):
         raise RunDirError(f"{path} holds {entries[0]!r} but no run, so it is not overwritten; choose another run name")
     if not all(_is_void(path / name) for name in entries) and not (resume or overwrite):
