@@ -4,10 +4,11 @@ import gc
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from errno import ENOENT, ENOTDIR
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from rolecall.config.merge import to_dict
 from rolecall.config.parts import OptimOptions, RunOptions
 from rolecall.errors import UserError
-from rolecall.files import DiskError, disk_errno, disk_error
+from rolecall.files import TMP_MARK, DiskError, disk_errno, disk_error, fsync_path
 from rolecall.jobs.notebook import spoken
 from rolecall.jobs.report import report_at_the_end
 from rolecall.jobs.resuming import describe, resume
@@ -35,7 +36,7 @@ from rolecall.train.jsonl import read_lines
 from rolecall.train.learner import Learner
 from rolecall.train.lock import LockedError
 from rolecall.train.loop import Loop, LoopOptions, Outcome
-from rolecall.train.manifest import CheckpointError, DamagedCheckpointError
+from rolecall.train.manifest import CheckpointError, DamagedCheckpointError, seal_model
 from rolecall.train.optim import make_optimizer
 from rolecall.train.peers import PeerLost, Peers, open_sockets
 from rolecall.train.persist import read_checkpoint, write_checkpoint
@@ -185,7 +186,7 @@ def execute(
         else:
             accelerator.wait_for_everyone()  # a launcher ends all processes when one exits with an error
     except BaseException as error:
-        told = _told(error, path, peers)
+        told = _told(error, peers)
         peers.leave(getattr(told, "exit_code", ExitCode.ERROR), f"{type(error).__name__}: {told}")
         if told is error:
             raise
@@ -197,7 +198,7 @@ def execute(
     return run
 
 
-def _told(error: BaseException, path: Path, peers: Peers) -> BaseException:
+def _told(error: BaseException, peers: Peers) -> BaseException:
     """The error in the words of the person who started the run, if it is one that has a name."""
     if isinstance(error, DiskError):
         return UserError(str(error), exit_code=ExitCode.DISK)
@@ -206,8 +207,6 @@ def _told(error: BaseException, path: Path, peers: Peers) -> BaseException:
         return UserError(str(error), exit_code=ExitCode.ERROR if damaged else ExitCode.USAGE)
     if isinstance(error, UserError) or not isinstance(error, Exception):
         return error
-    if (code := disk_errno(error, place=path)) is not None:
-        return UserError(str(disk_error("the run", path, code)), exit_code=ExitCode.DISK)
     lost = peers.why(error)
     return error if lost is None else PeerLost(f"{lost}; the same command may succeed")
 
@@ -254,6 +253,7 @@ def _execute(
             config["steps"] = built.loop.steps  # those of `epochs`, now that the rows are known
         run = None
         if accelerator.is_main_process:
+            stack.enter_context(_disk_errors(path))
             run = stack.enter_context(_open(command, options, path))
             path = run.path
         if run is not None:
@@ -290,11 +290,26 @@ def _execute(
         outcome = loop.go(start=start, title=f"{command} in {path}")
         if run is not None and _has_result(outcome, built):
             if built.save_model is not None:
-                _write_model(run, built.save_model)
+                _write_model(run, outcome.step, built.save_model)
             built.finish(run)
         outcome = loop.tell_end(outcome)
         lines = read_lines(run.metrics.path) if run is not None else []
         return Run(path=path, outcome=outcome, metrics=list(lines))
+
+
+@contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """While a run is open: whatever fails because its directory is full, read-only or gone is a `DiskError`."""
+    try:
+        yield
+    except Exception as error:
+        gone = isinstance(error, OSError) and error.errno in (ENOENT, ENOTDIR)
+        code = disk_errno(error, place=path)
+        if gone and not (path / "metrics.jsonl").is_file():
+            code = ENOENT
+        if code is None or isinstance(error, DiskError | UserError):
+            raise
+        raise disk_error("the run", path, code) from error
 
 
 def loop_options(options: Any, *, main: str, lower: bool = False) -> LoopOptions:
@@ -364,12 +379,18 @@ def _open(command: str, options: RunOptions, path: Path) -> RunDir:
             path = next_free(command)
 
 
-def _write_model(run: RunDir, save_model: Callable[[Path], None]) -> None:
-    """The final model, written aside and then renamed."""
-    aside = run.path / f"model.tmp-{uuid.uuid4().hex[:8]}"
-    save_model(aside)
-    shutil.rmtree(run.model, ignore_errors=True)
-    aside.replace(run.model)
+def _write_model(run: RunDir, step: int, save_model: Callable[[Path], None]) -> None:
+    """The final model with its manifest, written aside and then renamed."""
+    aside = run.path / f"model{TMP_MARK}{uuid.uuid4().hex[:8]}"
+    try:
+        save_model(aside)
+        seal_model(aside, step)
+        shutil.rmtree(run.model, ignore_errors=True)
+        aside.replace(run.model)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    fsync_path(run.path)
 
 
 def _largest(accelerator: Accelerator, flag: float) -> float:
