@@ -8,6 +8,7 @@ counting. The step counts every term's denominator over all micro-batches and al
 does not depend on how the batch was cut into micro-batches or spread over ranks.
 """
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,6 +27,10 @@ from rolecall.policy.model import Against, Outputs, PolicyModel, shares_prefixes
 from rolecall.train.state import first_non_finite
 from rolecall.train.timing import Timer
 from rolecall.types import Batch
+
+_NAMED = 8
+"""Samples that a line of the log names."""
+_log = logging.getLogger("rolecall")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +66,8 @@ class StepResult:
     """True if loss or gradient was not finite: the weights are untouched."""
     outputs: Outputs
     """What the policy said about this rank's rows while the step was computed, [batch, time]."""
+    bad_rows: Sequence[int] = ()
+    """Rows of this rank in which the loss is not finite."""
     contributions: Mapping[str, Tensor] = field(default_factory=dict)
     """[batch, time] float64 per term, coefficient included: they add up to the loss. Only if asked for."""
 
@@ -135,7 +142,21 @@ class Updater:
             grad_norm=grad_norm,
             skipped=not finite,
             outputs=tally.outputs(),
+            bad_rows=sorted(tally.bad_rows),
             contributions=tally.contributions,
+        )
+
+    def say_skipped(self, step: int, result: StepResult, name: Callable[[int], str]) -> None:
+        """Log why a step was skipped and which samples are to blame; `name(row)` is what a row is called."""
+        if not result.skipped:
+            return
+        names = [name(row) for row in result.bad_rows[:_NAMED]]
+        more = len(result.bad_rows) - len(names)
+        _log.warning(
+            "step %d was skipped: %s is not finite%s",
+            step,
+            self.not_finite or "something on another process",
+            f"; the loss is not in {', '.join(names)}{f' and {more} more' if more else ''}" if names else "",
         )
 
     def descend(
@@ -272,6 +293,7 @@ class _Tally:
         shape = batch.ids.shape
         self._shape = shape
         self._outputs: dict[str, Tensor] = {}
+        self.bad_rows: set[int] = set()
         self.contributions = {n: torch.zeros(shape, dtype=torch.float64) for n in denominators} if record else {}
 
     def add(self, terms: Mapping[str, Term], outputs: Outputs, rows: Tensor) -> Tensor:
@@ -298,7 +320,10 @@ class _Tally:
             values = torch.where(term.mask, term.values, 0)
             total = total + term.coef * (weights.to(values.dtype) * values).sum()
             detached = weights * values.detach().double()
-            self.terms[name] = self.terms[name] + detached.sum().cpu()
+            summed = detached.sum().cpu()
+            self.terms[name] = self.terms[name] + summed
+            if not math.isfinite(summed):
+                self.bad_rows |= set(rows[(~detached.isfinite()).any(dim=1).cpu()].tolist())
             if self.record:
                 self.contributions[name][rows, : values.shape[1]] = (term.coef * detached).cpu()
         for name, tensor in zip(Outputs._fields, outputs, strict=True):
