@@ -255,7 +255,7 @@ def test_a_loss_or_gradient_that_is_not_finite_skips_the_step_and_names_the_row(
     assert result.skipped
     assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
     assert list(result.bad_rows) == [at[0]]
-    step.say_skipped(4, result, lambda row: f"row {row}")
+    step.say_skipped(4, result, [f"row {row}" for row in range(len(batch))])
     # The loss has a gradient wherever its value is multiplied; a constant that is added has none.
     bad = "the loss" if grad == 1.0 else "the gradient of model.model.embed_tokens.weight"
     assert caplog.messages == [f"step 4 was skipped: {bad} is not finite; the loss is not in row {at[0]}"]

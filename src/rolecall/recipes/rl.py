@@ -206,10 +206,10 @@ class RLLearner:
                 against=self.prepare.against if o.kl_in == "loss" else None,
             )
             steps.append(MiniStep(epoch=epoch, minibatch=i, rows=rows, batch=part, result=result))
-            names = (
-                [f"group {t.group} episode {t.episode}" for t in rollout.trained_trajectories] if result.skipped else []
-            )
-            self.updater.say_skipped(rollout.step + 1, result, lambda row, of=names, at=rows: of[int(at[row])])
+            if result.skipped:
+                sampled = [rollout.trained_trajectories[j] for j in rows.tolist()]
+                names = [f"group {t.group} episode {t.episode}" for t in sampled]
+                self.updater.say_skipped(rollout.step + 1, result, names)
         with self.timer.phase("sync"):
             self.engine.load(engine_weights(self.policy), self.engine.version + 1)
         self._measure(rollout, steps)

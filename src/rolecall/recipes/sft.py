@@ -50,7 +50,8 @@ class SFTLearner:
     def update(self, batch: Batch) -> None:
         """One optimiser step."""
         result = self.updater.step(batch, nll, temperature=1.0)
-        self.updater.say_skipped(self._step, result, lambda row: f"row {int(batch.groups[row])}")
+        if result.skipped:
+            self.updater.say_skipped(self._step, result, [f"row {row}" for row in batch.groups.tolist()])
         meter, mask = Meter(), trained(batch)
         meter.mean("entropy", result.outputs.entropy, mask)
         meter.total("num_tokens", mask.sum())

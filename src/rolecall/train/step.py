@@ -146,17 +146,16 @@ class Updater:
             contributions=tally.contributions,
         )
 
-    def say_skipped(self, step: int, result: StepResult, name: Callable[[int], str]) -> None:
-        """Log why a step was skipped and which samples are to blame; `name(row)` is what a row is called."""
-        if not result.skipped:
-            return
-        names = [name(row) for row in result.bad_rows[:_NAMED]]
-        more = len(result.bad_rows) - len(names)
+    def say_skipped(self, step: int, result: StepResult, names: Sequence[str]) -> None:
+        """Log why a step was skipped, and which samples are to blame; `names` are those of the batch's rows."""
+        blamed = ", ".join(names[row] for row in result.bad_rows[:_NAMED])
+        more = len(result.bad_rows) - _NAMED
         _log.warning(
-            "step %d was skipped: %s is not finite%s",
+            "step %d was skipped: %s is not finite%s%s",
             step,
             self.not_finite or "something on another process",
-            f"; the loss is not in {', '.join(names)}{f' and {more} more' if more else ''}" if names else "",
+            f"; the loss is not in {blamed}" if blamed else "",
+            f" and {more} more" if more > 0 else "",
         )
 
     def descend(
