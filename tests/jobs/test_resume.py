@@ -16,6 +16,7 @@ import rolecall
 from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
 from rolecall.jobs import rl
+from rolecall.jobs.models import model_directory
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.manifest import seal
 
@@ -241,6 +242,27 @@ def test_a_resumed_run_with_an_adapter_checks_the_engine_at_the_same_steps(tmp_p
     whole, halves = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("whole", "halves"))
     assert whole == halves
     assert [b"engine_in_sync" in line for line in whole.splitlines()] == [True, False]
+
+
+def test_the_final_model_has_a_manifest_and_is_refused_when_its_bytes_changed(copied):
+    assert model_directory(str(copied)) == str(copied / "model")
+    manifest = json.loads((copied / "model" / "manifest.json").read_text())
+    assert (manifest["format"], manifest["step"], "config" in manifest) == ("rolecall model", 2, False)
+    (copied / "model" / "README.md").write_text("mine")
+    assert model_directory(str(copied / "model")) == str(copied / "model"), "files may be added"
+    weights = copied / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    for name in (copied, copied / "model"):
+        with pytest.raises(
+            UserError, match=r"model is damaged: the bytes of model.safetensors changed.*delete its manifest"
+        ):
+            model_directory(str(name))
+    weights.unlink()
+    with pytest.raises(UserError, match=r"model is damaged: model\.safetensors is missing"):
+        model_directory(str(copied))
+    (copied / "model" / "manifest.json").write_text("[1]")
+    with pytest.raises(UserError, match=r"its manifest.json cannot be read"):
+        model_directory(str(copied))
 
 
 def test_a_finished_run_stays_what_it_is_when_resumed(copied, finished):

@@ -187,7 +187,7 @@ def execute(
             accelerator.wait_for_everyone()  # a launcher ends all processes when one exits with an error
     except BaseException as error:
         told = _told(error, peers)
-        peers.leave(getattr(told, "exit_code", ExitCode.ERROR), f"{type(error).__name__}: {told}")
+        peers.leave(getattr(told, "exit_code", ExitCode.ERROR), str(told) or type(error).__name__)
         if told is error:
             raise
         raise told from error
