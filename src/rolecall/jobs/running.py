@@ -4,11 +4,10 @@ import gc
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from errno import ENOENT, ENOTDIR
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from rolecall.config.merge import to_dict
 from rolecall.config.parts import OptimOptions, RunOptions
 from rolecall.errors import UserError
-from rolecall.files import TMP_MARK, DiskError, disk_errno, disk_error, fsync_path
+from rolecall.files import TMP_MARK, DiskError, fsync_path
 from rolecall.jobs.notebook import spoken
 from rolecall.jobs.report import report_at_the_end
 from rolecall.jobs.resuming import describe, resume
@@ -41,7 +40,7 @@ from rolecall.train.optim import make_optimizer
 from rolecall.train.peers import PeerLost, Peers, open_sockets
 from rolecall.train.persist import read_checkpoint, write_checkpoint
 from rolecall.train.progress import Progress, Quiet
-from rolecall.train.rundir import RunDir, RunDirError, check_new
+from rolecall.train.rundir import RunDir, RunDirError, check_new, disk_errors
 from rolecall.train.state import first_non_finite
 from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
@@ -253,7 +252,7 @@ def _execute(
             config["steps"] = built.loop.steps  # those of `epochs`, now that the rows are known
         run = None
         if accelerator.is_main_process:
-            stack.enter_context(_disk_errors(path))
+            stack.enter_context(disk_errors(path))
             run = stack.enter_context(_open(command, options, path))
             path = run.path
         if run is not None:
@@ -295,21 +294,6 @@ def _execute(
         outcome = loop.tell_end(outcome)
         lines = read_lines(run.metrics.path) if run is not None else []
         return Run(path=path, outcome=outcome, metrics=list(lines))
-
-
-@contextmanager
-def _disk_errors(path: Path) -> Iterator[None]:
-    """While a run is open: whatever fails because its directory is full, read-only or gone is a `DiskError`."""
-    try:
-        yield
-    except Exception as error:
-        gone = isinstance(error, OSError) and error.errno in (ENOENT, ENOTDIR)
-        code = disk_errno(error, place=path)
-        if gone and not (path / "metrics.jsonl").is_file():
-            code = ENOENT
-        if code is None or isinstance(error, DiskError | UserError):
-            raise
-        raise disk_error("the run", path, code) from error
 
 
 def loop_options(options: Any, *, main: str, lower: bool = False) -> LoopOptions:

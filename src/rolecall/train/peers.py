@@ -25,6 +25,8 @@ from rolecall.train.checkpoint import differences
 from rolecall.train.exit_codes import ExitCode
 
 _LEFT = b"left "
+_NAMED = 5
+"""Differences that a message names."""
 _log = logging.getLogger("rolecall")
 
 
@@ -66,13 +68,18 @@ class Peers:
         if self.ranks == 1:
             return
         self._store.set(f"{self._keys[self.rank]}/settings", json.dumps(settings, sort_keys=True))
-        first: dict[str, Any] = {}
-        for i, key in enumerate(self._keys):
-            found = json.loads(self._waited(f"{key}/settings", i))
-            first = first or found
-            if different := differences(first, found):
-                what = "; ".join(f"{name} is {old!r} on rank 0 and {new!r} on rank {i}" for name, old, new in different)
-                raise UserError(f"the processes of this job were started differently: {what}; start all of them alike")
+        first, *others = (json.loads(self._waited(f"{key}/settings", i)) for i, key in enumerate(self._keys))
+        what = [
+            f"{name} is {old!r} on rank 0 and {new!r} on rank {i}"
+            for i, other in enumerate(others, 1)
+            for name, old, new in differences(first, other)
+        ]
+        self._store.set(f"{self._keys[self.rank]}/compared", b"")
+        for i, key in enumerate(self._keys):  # rank 0 may keep the store, which all must have read before it ends
+            self._waited(f"{key}/compared", i)
+        if what:
+            named = "; ".join(what[:_NAMED]) + (f"; and {len(what) - _NAMED} more" if len(what) > _NAMED else "")
+            raise UserError(f"the processes of this job were started differently: {named}; start all of them alike")
 
     def watch(self) -> None:
         """Begin to give signs of life and to look for those of the others."""

@@ -5,9 +5,12 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
+from rolecall.errors import UserError
 from rolecall.files import TMP_MARK, DiskError, disk_errno, disk_error, free_bytes, fsync_path, sweep_unfinished
 from rolecall.train import checkpoint
 from rolecall.train.jsonl import JsonLines
@@ -147,6 +150,21 @@ class RunDir:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """While a run is open: whatever fails because its directory is full, read-only or gone is a `DiskError`."""
+    try:
+        yield
+    except Exception as error:
+        code = disk_errno(error, place=path)
+        missing = isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR)
+        if missing and not (path / "metrics.jsonl").is_file():
+            code = errno.ENOENT
+        if code is None or isinstance(error, DiskError | UserError):
+            raise
+        raise disk_error("the run", path, code) from error
 
 
 def _locked(path: Path, *, resume: bool) -> RunLock:
