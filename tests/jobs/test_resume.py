@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -263,6 +264,26 @@ def test_the_final_model_has_a_manifest_and_is_refused_when_its_bytes_changed(co
     (copied / "model" / "manifest.json").write_text("[1]")
     with pytest.raises(UserError, match=r"its manifest.json cannot be read"):
         model_directory(str(copied))
+
+
+def test_a_rollout_dropped_at_sigterm_is_drawn_again_to_the_same_bytes(tmp_path, finished, monkeypatch):
+    class Hanging(Letters):
+        calls = 0
+
+        def score(self, samples, *, state=None):
+            self.calls += 1
+            if self.calls == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+            return super().score(samples, state=state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rl, "open_reward", lambda *args, **kwargs: Hanging())
+        stopped = run("grpo", tmp_path / "run", steps=2, grace=0.3, **{"save.every": 0}).outcome
+    assert (stopped.exit_code, stopped.step, stopped.dropped) == (ExitCode.TERMINATED, 1, True)
+    assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir()
+    assert run("grpo", tmp_path / "run", steps=2, resume=True).outcome.exit_code == 0
+    assert differing(tmp_path / "run", finished) == []
 
 
 def test_a_finished_run_stays_what_it_is_when_resumed(copied, finished):

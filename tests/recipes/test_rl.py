@@ -490,6 +490,7 @@ def test_a_mark_takes_back_all_that_a_rollout_changes(tmp_path):
     learner.update(learner.collect(0))
     before, back = state("before"), learner.mark()
     learner.collect(1)
-    assert [x == y for x, y in zip(state("rolled_out"), before, strict=True)] == [False, False]
+    assert any(group.uses for group in learner.replay.buffer.groups), "the buffer has changed too"
+    assert state("rolled_out") != before
     back()
     assert state("back") == before
