@@ -252,10 +252,9 @@ def _execute(
             config["steps"] = built.loop.steps  # those of `epochs`, now that the rows are known
         run = None
         if accelerator.is_main_process:
-            stack.enter_context(disk_errors(path))
             run = stack.enter_context(_open(command, options, path))
             path = run.path
-        if run is not None:
+            stack.enter_context(disk_errors(path))
             built.watch_run(run)
         log = start_trackers(accelerator, options, config, path)
         called = Callbacks(callbacks if run is not None else (), path=path, steps=built.loop.steps)
@@ -281,11 +280,7 @@ def _execute(
         if run is not None:
             describe(run, command, config, resumed, processes=processes, prompts=built.prompts)
         start = 0 if resumed is None else resumed.step
-        if (most := int(_largest(accelerator, start))) != (least := -int(_largest(accelerator, -start))):
-            raise UserError(
-                f"the processes of this job found different checkpoints in {path}, of step {least} and of step {most}: it must "
-                "be one directory that all of them see"
-            )
+        _check_start(accelerator, start, path)
         outcome = loop.go(start=start, title=f"{command} in {path}")
         if run is not None and _has_result(outcome, built):
             if built.save_model is not None:
@@ -375,6 +370,16 @@ def _write_model(run: RunDir, step: int, save_model: Callable[[Path], None]) -> 
         shutil.rmtree(aside, ignore_errors=True)
         raise
     fsync_path(run.path)
+
+
+def _check_start(accelerator: Accelerator, start: int, path: Path) -> None:
+    """Refuse to go on if the ranks found different checkpoints, as they may without a common file system."""
+    most, least = int(_largest(accelerator, start)), -int(_largest(accelerator, -start))
+    if most != least:
+        raise UserError(
+            f"the processes of this job found different checkpoints in {path}, of step {least} and of step {most}: it must "
+            "be one directory that all of them see"
+        )
 
 
 def _largest(accelerator: Accelerator, flag: float) -> float:

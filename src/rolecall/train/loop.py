@@ -165,7 +165,7 @@ class Loop:
     def _steps(self, start: int, stop: StopSignals) -> Outcome:
         o, step = self.options, start
         for step in range(start + 1 - self._unevaluated, o.steps + 1):
-            again = step == self._done  # only its evaluation is missing
+            again, self._unevaluated = step == self._done, False  # of the first step only its evaluation may be missing
             metrics = {} if again else self._one(step, stop)
             if metrics.get("skipped"):
                 self._bad += 1
