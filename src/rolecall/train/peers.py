@@ -93,9 +93,8 @@ class Peers:
         if self.lost is None:
             if not _is_of_a_collective(error):
                 return None
-            for _ in range(
-                3
-            ):  # a rank that ended with a word is known at the next round; one that was killed is silent
+            # A rank that ended with a word is known at the next round; one that was killed is silent.
+            for _ in range(3):
                 sleep(self.interval)
                 if self._is_lost():
                     break
@@ -136,6 +135,8 @@ class Peers:
 
     def _tell(self, word: bytes) -> None:
         with suppress(Exception):
+            self._store.set(self._keys[self.rank], word)
+            sleep(self.interval / 2)  # a last round of `_beat` may have written over it
             self._store.set(self._keys[self.rank], word)
 
     def _beat(self) -> None:
