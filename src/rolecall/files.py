@@ -47,7 +47,7 @@ def disk_errno(error: BaseException, *, place: Path) -> int | None:
             code = int(match.group(1))
         if code in _DISK_ERRNOS:
             return code
-        if code in (errno.ENOENT, errno.ENOTDIR) and not place.exists():
+        if code in (errno.ENOENT, errno.ENOTDIR) and not place.is_dir():
             return code
         if code in (errno.EACCES, errno.EPERM) and _concerns(seen, place):
             return code

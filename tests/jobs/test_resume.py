@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,12 @@ import torch
 from resume_driver import ROWS, STEPS, Letters, differing, options, promised, reward
 
 import rolecall
+from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
 from rolecall.jobs import calls, rl
+from rolecall.jobs.models import model_directory
 from rolecall.train.exit_codes import ExitCode
+from rolecall.train.manifest import seal
 
 DRIVER = Path(__file__).with_name("resume_driver.py")
 
@@ -166,8 +170,120 @@ def test_a_damaged_last_checkpoint_is_named_and_the_one_before_it_used(copied, f
 def test_a_run_without_a_checkpoint_begins_again(copied, finished, caplog):
     shutil.rmtree(copied / "checkpoints")
     run("grpo", copied, steps=2, resume=True)
-    assert "begins again" in caplog.text
+    assert "has no checkpoint to resume from: it begins at its first step" in caplog.text
     assert differing(copied, finished) == []
+
+
+@pytest.mark.parametrize(
+    "left", [(), (".lock",), (".lock", "rollouts/", "checkpoints/", "metrics.jsonl", "config.json.tmp-1")]
+)
+def test_a_run_killed_before_it_had_a_config_begins_when_it_is_resumed(tmp_path, finished, left):
+    place = tmp_path / "run"
+    place.mkdir()
+    for name in left:
+        (place / name).mkdir() if name.endswith("/") else (place / name).touch()
+    assert saved_settings(str(place)) == {}
+    run("grpo", place, steps=2, resume=True)
+    assert differing(place, finished) == []
+
+
+@pytest.mark.parametrize("name", ["run.json", "thesis.tex", "model/"])
+def test_a_directory_without_config_that_is_no_beginning_is_not_resumed(tmp_path, name):
+    (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).touch()
+    with pytest.raises(UserError, match=r"it has no config\.json"):
+        saved_settings(str(tmp_path))
+
+
+def test_a_preset_holds_for_a_run_that_begins_by_being_resumed(tmp_path, monkeypatch):
+    monkeypatch.setattr(rl, "run", lambda options, **_: options)
+    monkeypatch.setattr(rl, "unless_stopped", lambda options: options)
+    (tmp_path / ".lock").touch()
+    options = rolecall.rl(preset="ppo", rows="addition", out=str(tmp_path), resume=True)
+    assert options.algorithm == rolecall.rl(preset="ppo", rows="addition").algorithm
+    assert options.algorithm.critic != "none"
+
+
+def test_strict_makes_a_damaged_checkpoint_an_error_and_touches_nothing(copied):
+    weights = copied / "checkpoints" / "step-000002" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match=r"step-000002 is damaged: the bytes of model.safetensors changed") as error:
+        run("grpo", copied, steps=2, resume=True, strict=True)
+    assert error.value.exit_code == ExitCode.ERROR
+    assert weights.is_file()
+    with pytest.raises(UserError, match="strict is about the checkpoints of a run to resume"):
+        options("grpo", copied, strict=True)
+
+
+def test_a_resume_with_another_number_of_processes_is_called_not_bit_exact(copied, caplog):
+    """As if two had begun it: the number is in the checkpoint, so an attempt that saved nothing does not hide it."""
+    path = copied / "checkpoints" / "step-000002"
+    state = path / "trainer.json"
+    held = json.loads(state.read_text())
+    assert held["state"]["extra"]["processes"] == 1
+    held["state"]["extra"]["processes"] = 2
+    state.write_text(json.dumps(held))
+    (path / "manifest.json").unlink()
+    seal(path, 2, json.loads((copied / "config.json").read_text()))
+    run("grpo", copied, steps=3, resume=True)
+    (about,) = json.loads((copied / "run.json").read_text())["resumed"]
+    assert about == {"step": 2, "changed": [["steps", 2, 3], ["processes", 2, 1]], "bit_exact": False}
+    assert caplog.text.count("processes changed from 2 to 1: not bit-exact") == 1
+
+
+def test_a_resumed_run_with_an_adapter_checks_the_engine_at_the_same_steps(tmp_path):
+    how = {
+        "policy.lora_rank": 2,
+        "algorithm.kl_coef": 0.0,
+        "algorithm.reference_every": None,
+        "algorithm.kl_target": None,
+    }
+    run("grpo", tmp_path / "whole", steps=2, **how)
+    run("grpo", tmp_path / "halves", steps=1, **how)
+    run("grpo", tmp_path / "halves", steps=1, extend=1, resume=True, **how)
+    whole, halves = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("whole", "halves"))
+    assert whole == halves
+    assert [b"engine_in_sync" in line for line in whole.splitlines()] == [True, False]
+
+
+def test_the_final_model_has_a_manifest_and_is_refused_when_its_bytes_changed(copied):
+    assert model_directory(str(copied)) == str(copied / "model")
+    manifest = json.loads((copied / "model" / "manifest.json").read_text())
+    assert (manifest["format"], manifest["step"], "config" in manifest) == ("rolecall model", 2, False)
+    (copied / "model" / "README.md").write_text("mine")
+    assert model_directory(str(copied / "model")) == str(copied / "model"), "files may be added"
+    weights = copied / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    for name in (copied, copied / "model"):
+        with pytest.raises(
+            UserError, match=r"model is damaged: the bytes of model.safetensors changed.*delete its manifest"
+        ):
+            model_directory(str(name))
+    weights.unlink()
+    with pytest.raises(UserError, match=r"model is damaged: model\.safetensors is missing"):
+        model_directory(str(copied))
+    (copied / "model" / "manifest.json").write_text("[1]")
+    with pytest.raises(UserError, match=r"its manifest.json cannot be read"):
+        model_directory(str(copied))
+
+
+def test_a_rollout_dropped_at_sigterm_is_drawn_again_to_the_same_bytes(tmp_path, finished, monkeypatch):
+    class Hanging(Letters):
+        calls = 0
+
+        def score(self, samples, *, state=None):
+            self.calls += 1
+            if self.calls == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+            return super().score(samples, state=state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rl, "open_reward", lambda *args, **kwargs: Hanging())
+        stopped = run("grpo", tmp_path / "run", steps=2, grace=0.3, **{"save.every": 0}).outcome
+    assert (stopped.exit_code, stopped.step, stopped.dropped) == (ExitCode.TERMINATED, 1, True)
+    assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir()
+    assert run("grpo", tmp_path / "run", steps=2, resume=True).outcome.exit_code == 0
+    assert differing(tmp_path / "run", finished) == []
 
 
 def test_a_finished_run_stays_what_it_is_when_resumed(copied, finished):

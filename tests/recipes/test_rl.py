@@ -17,6 +17,7 @@ from rolecall.recipes.prepare import Preparer
 from rolecall.recipes.rl import engine_weights
 from rolecall.rollout.scripted import ScriptedEngine
 from rolecall.train.score import score
+from rolecall.train.state import write_state
 from rolecall.train.step import Term, trained
 from rolecall.types import Finish
 
@@ -459,3 +460,37 @@ def test_scoring_does_not_depend_on_the_token_budget():
     whole, cut = (score(learner.module, batch, eligible, temperature=1.0, token_budget=budget) for budget in (1000, 6))
     torch.testing.assert_close(whole.logprobs, cut.logprobs, rtol=0, atol=1e-5)
     assert not whole.logprobs[~eligible].any()
+
+
+def test_a_step_that_is_skipped_names_the_answers_whose_loss_is_not_finite(caplog):
+    learner = learner_of(small(), count_a, script=script)
+    rollout = learner.collect(0)
+    advantages = rollout.batch.advantages.clone()
+    advantages[[1, 6]] = torch.nan
+    poisoned = dataclasses.replace(rollout, batch=dataclasses.replace(rollout.batch, advantages=advantages))
+    before = weights_of(learner)
+    learner.update(poisoned)
+    assert learner.metrics()["skipped"] == 1
+    assert all(torch.equal(before[name], after) for name, after in weights_of(learner).items())
+    (line,) = [message for message in caplog.messages if "skipped" in message]
+    assert line.startswith("step 1 was skipped: the gradient of model.")
+    assert line.endswith(" is not finite; the loss is not in group 0 episode 1, group 1 episode 2")
+
+
+def test_a_mark_takes_back_all_that_a_rollout_changes(tmp_path):
+    replay = {"replay.share": 0.5, "replay.max_uses": 3, "replay.sampler": "random", "replay.keep_flat": True}
+    learner = learner_of(
+        small(**replay, **{"algorithm.kl_coef": 0.1, "algorithm.kl_warmup": 9}), count_a, script=script
+    )
+
+    def state(name):
+        write_state(tmp_path, name, learner.state_dict())
+        return [(tmp_path / f"{name}.{ending}").read_bytes() for ending in ("json", "safetensors")]
+
+    learner.update(learner.collect(0))
+    before, back = state("before"), learner.mark()
+    learner.collect(1)
+    assert any(group.uses for group in learner.replay.buffer.groups), "the buffer has changed too"
+    assert state("rolled_out") != before
+    back()
+    assert state("back") == before

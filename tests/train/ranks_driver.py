@@ -1,7 +1,7 @@
 """One rank of steps on a batch that is spread over ranks. Run by torchrun; rank 0 writes what came out into OUT.
 
 A case says how rows go to ranks: `uneven`, `idle` (rank 1 has nothing to train), `empty` (rank 1 has no rows), `spoilt`
-(an infinite gradient on rank 1 alone).
+(an infinite gradient on rank 1 alone), `late` (a gradient that turns NaN on rank 1 alone, after ranks exchanged them).
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ SHARES = {
     "idle": ([0, 1, 3, 4, 5], [2, 6]),
     "empty": ([0, 1, 2, 3, 4, 5, 6], []),
     "spoilt": ([3], [0, 1, 2, 4, 5, 6]),
+    "late": ([3], [0, 1, 2, 4, 5, 6]),
 }
 
 
@@ -50,6 +51,8 @@ def stepped(case: str) -> dict[str, Any]:
         batch = batch.rows(torch.tensor(SHARES[case][rank], dtype=torch.long))
     if case == "idle":
         assert rank == 0 or not (batch.verdicts == Verdict.TRAINED).any()
+    if case == "late" and rank == 1:
+        step._clip = lambda: torch.tensor(torch.nan)
     before = torch.cat([p.detach().flatten() for p in module.parameters()])
     loss = loss_of(PPO) if case != "spoilt" else spoil(loss_of(PPO))
     result = step.step(batch, loss, temperature=0.7)

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -51,7 +53,9 @@ class Telling(Quiet):
         self.said.append(text)
 
 
-def looped(tmp_path, learner=None, *, write=None, scores=None, start=0, **options):
+def looped(
+    tmp_path, learner=None, *, write=None, scores=None, start=0, state=None, grace=30.0, updater=None, **options
+):
     """(outcome, what was said, lines of metrics.jsonl, names of checkpoints)."""
     learner, telling = learner or Counting(), Telling()
     settings = {"steps": 6, "save_every": 2, "keep": 2, "eval_every": 0, "main": "reward", **options}
@@ -69,7 +73,11 @@ def looped(tmp_path, learner=None, *, write=None, scores=None, start=0, **option
             evaluate=None if scores is None else lambda step: {"reward": scores[step]},
             progress=telling,
             timer=Timer(),
+            grace=grace,
+            updater=updater,
         )
+        if state is not None:
+            loop.load_state_dict(state)
         outcome = loop.go(start=start, title="test")
         lines = [json.loads(line) for line in run.metrics.path.read_text().splitlines()]
         saved = sorted(path.name for path in run.checkpoints.iterdir())
@@ -210,3 +218,92 @@ def test_a_disk_error_outside_saving_is_not_swallowed(tmp_path):
 
     with pytest.raises(DiskError):
         looped(tmp_path, Counting(on_step=broken))
+
+
+class Hanging(Counting):
+    """A learner that is sent a signal in one step, whose rollout then hangs; the position in the data moves in `collect`."""
+
+    def __init__(self, at, which=signal.SIGTERM, where="collect"):
+        super().__init__()
+        self.at, self.which, self.where, self.taken = at, which, where, 0
+
+    def collect(self, step):
+        self.taken += 5
+        if step + 1 == self.at:
+            os.kill(os.getpid(), self.which)
+            if self.where == "collect":
+                time.sleep(60)
+        return step
+
+    def state_dict(self):
+        return {"done": self.done, "taken": self.taken}
+
+    def load_state_dict(self, state):
+        self.done, self.taken = state["done"], state["taken"]
+
+
+def state_of(tmp_path, name):
+    (extra, learner) = json.loads((tmp_path / "run" / "checkpoints" / name / "state.json").read_text())
+    return extra, learner
+
+
+@pytest.mark.parametrize(("which", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_rollout_that_hangs_at_a_signal_is_dropped_and_the_step_before_it_saved(tmp_path, which, code):
+    begun = time.monotonic()
+    outcome, said, lines, saved = looped(tmp_path, Hanging(4, which), save_every=0, grace=0.3)
+    assert time.monotonic() - begun < 20
+    assert (outcome.exit_code, outcome.step, outcome.dropped) == (code, 3, True)
+    assert said[-1] == "stopped after step 3, everything is saved; the rollout of step 4 was dropped"
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert saved == ["step-000003"]
+    assert state_of(tmp_path, "step-000003")[1] == {"done": 3, "taken": 15}, "as it was before the rollout"
+
+
+def test_a_first_rollout_that_hangs_leaves_nothing_to_save(tmp_path):
+    outcome, said, lines, saved = looped(tmp_path, Hanging(1), grace=0.3)
+    assert (outcome.exit_code, outcome.step, lines, saved) == (143, 0, [], [])
+    assert said == ["stopped after step 0, there is no checkpoint yet; the rollout of step 1 was dropped"]
+
+
+def test_an_update_is_never_dropped(tmp_path):
+    learner = Hanging(2, where="update")
+    learner.on_step = lambda step: time.sleep(0.6 if step == 2 else 0)
+    outcome, _, _, saved = looped(tmp_path, learner, save_every=0, grace=0.3)
+    assert (outcome.exit_code, outcome.step, outcome.dropped) == (143, 2, False)
+    assert saved == ["step-000002"]
+
+
+def test_an_evaluation_that_was_dropped_is_made_up_for_when_the_run_goes_on(tmp_path):
+    class Scores(dict):
+        def __getitem__(self, step):
+            if step == 4 and step not in self.seen:
+                self.seen.add(step)
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+            return super().__getitem__(step)
+
+    scores = Scores({0: 0.1, 2: 0.2, 4: 0.5, 6: 0.3})
+    scores.seen = set()
+    outcome, said, _, saved = looped(tmp_path, scores=scores, eval_every=2, grace=0.3)
+    assert (outcome.exit_code, outcome.step) == (143, 4)
+    assert said[-1] == "stopped after step 4, everything is saved; the evaluation of step 4 was dropped"
+    extra, learner = state_of(tmp_path, "step-000004")
+    assert extra["loop"]["unevaluated"]
+    again = Counting()
+    again.load_state_dict(learner)
+    outcome, _, lines, saved = looped(tmp_path, again, scores=scores, eval_every=2, start=4, state=extra["loop"])
+    whole = looped(tmp_path / "whole", scores=dict(scores), eval_every=2)
+    assert (lines, saved) == whole[2:]
+    assert (outcome.best, outcome.best_step) == (0.5, 4)
+    assert state_of(tmp_path, "step-000004") == state_of(tmp_path / "whole", "step-000004")
+
+
+def test_the_first_thing_that_was_not_finite_is_named_when_the_run_diverges(tmp_path):
+    class Blamed:
+        moves, not_finite = 0, None
+
+    blamed, learner = Blamed(), Counting(bad=(1, 3, 4, 5))
+    learner.on_step = lambda step: setattr(blamed, "not_finite", f"the gradient of layer {step}")
+    outcome, *_ = looped(tmp_path, learner, updater=blamed)
+    assert outcome.exit_code == ExitCode.DIVERGED
+    assert "not finite in 3 steps in a row, first the gradient of layer 3 at step 3; " in outcome.reason

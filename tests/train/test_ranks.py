@@ -45,8 +45,9 @@ def test_two_ranks_make_the_step_of_one(two_ranks, case):
     assert not found["skipped"]
 
 
-def test_an_infinite_gradient_on_one_rank_skips_the_step_on_both(two_ranks):
-    found = two_ranks["spoilt"]
+@pytest.mark.parametrize("case", ["spoilt", "late"])
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_both(two_ranks, case):
+    found = two_ranks[case]
     assert found["skipped"]
     assert found["moved"] == 0
 

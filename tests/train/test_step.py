@@ -242,7 +242,7 @@ def spoilt_loss(value, grad):
     ("value", "grad"),
     [(float("inf"), 1.0), (float("nan"), 1.0), (0.0, float("inf")), (0.0, float("nan"))],
 )
-def test_a_loss_or_gradient_that_is_not_finite_skips_the_step(value, grad):
+def test_a_loss_or_gradient_that_is_not_finite_skips_the_step_and_names_the_row(value, grad, caplog):
     batch = scripted_batch()
     at = tuple(trained(batch).nonzero()[3].tolist())
     ids = torch.where(batch.ids == 5, 6, batch.ids)
@@ -254,6 +254,11 @@ def test_a_loss_or_gradient_that_is_not_finite_skips_the_step(value, grad):
     result = step.step(dataclasses.replace(batch, ids=ids), spoilt_loss(value, grad), temperature=1.0)
     assert result.skipped
     assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
+    assert list(result.bad_rows) == [at[0]]
+    step.say_skipped(4, result, [f"row {row}" for row in range(len(batch))])
+    # The loss has a gradient wherever its value is multiplied; a constant that is added has none.
+    bad = "the loss" if grad == 1.0 else "the gradient of model.model.embed_tokens.weight"
+    assert caplog.messages == [f"step 4 was skipped: {bad} is not finite; the loss is not in row {at[0]}"]
     after = step.optimizer.state_dict()["state"]
     for index, state in momentum["state"].items():
         assert torch.equal(state["momentum_buffer"], after[index]["momentum_buffer"])

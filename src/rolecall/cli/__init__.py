@@ -23,6 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `rolecall` with these arguments and return its exit code."""
     # Threads that spin while they wait make a busy machine many times slower; read when torch is loaded, later.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if (
+        os.environ.get("WORLD_SIZE", "1") != "1"
+    ):  # torch writes C++ frames when a peer is lost; a sentence of ours says it
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = list(sys.argv[1:] if argv is None else argv)
     _make_printable(sys.stdout)
     _make_printable(sys.stderr)

@@ -17,8 +17,15 @@ class RunOptions:
     """Go on with the run in `out` from its last checkpoint, with the settings it has; what is given anew is changed."""
     extend: int = 0
     """With resume: so many steps more (`--steps +500` is the same)."""
+    strict: bool = False
+    """With resume: a damaged checkpoint is an error, instead of a warning and the checkpoint before it."""
     overwrite: bool = False
     """Remove the run that lies in `out` before starting."""
+    grace: float = 30.0
+    """Seconds from SIGTERM or Ctrl-C to the end. After two thirds of them the rollout or evaluation in flight is dropped;
+    the rest is for saving. Keep it below what your scheduler allows before it kills."""
+    rank_timeout: float = 60.0
+    """In a job of several processes: seconds without a sign of life after which a process counts as lost."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the model trains. Engines sample on the CPU."""
     quiet: bool = False
@@ -27,6 +34,11 @@ class RunOptions:
     def __post_init__(self) -> None:
         if self.extend and not self.resume:
             raise ValueError("extend adds steps to a run that is there: give resume too")
+        if self.strict and not self.resume:
+            raise ValueError("strict is about the checkpoints of a run to resume: give resume too")
+        for name, seconds in (("grace", self.grace), ("rank_timeout", self.rank_timeout)):
+            if not seconds > 0:
+                raise ValueError(f"{name} must be above 0 seconds, got {seconds:g}")
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite contradict each other: give one of them")
         if self.resume and self.out is None:

@@ -4,7 +4,7 @@ It holds what the behaviour left behind (tokens, roles, log-probs, version, rewa
 rollouts files; advantages are made anew each time. Sampling never waits: what cannot be found is said, not sought.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import nan
 from typing import Any
@@ -151,6 +151,15 @@ class ReplayBuffer:
                 f"{self.limits.max_staleness} versions and {len(young) - len(self._groups)} used {self.limits.max_uses} times"
             )
         return Drawn(groups=tuple(self._chosen(group, rng) for group in drawn), wanted=count, why=why)
+
+    def mark(self) -> Callable[[], None]:
+        """This moment, to come back to; groups never change, so the list of them is enough."""
+        held = list(self._groups)
+
+        def back() -> None:
+            self._groups = held
+
+        return back
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that is held, as `train.state` saves it exactly."""

@@ -47,7 +47,7 @@ def audit(
     Takes what `rl` takes (with `job="sft"` what `sft` takes). A page is written only if `html` names it.
     """
     found, objects = settings_and_objects(settings, rows=rows, reward=reward)
-    options = options_of(AuditOptions, found, preset=None if found.get("resume") else preset)
+    options = options_of(AuditOptions, found, base=preset)
     audited = run(options, rows=objects.rows, rewards=objects.reward)
     if options.html is not None:
         write_page(audited, options.html)

@@ -75,14 +75,16 @@ def settings_and_objects(
     return {**with_model(settings), **named, **eval_named(eval_data)}, objects
 
 
-def options_of(kind: Any, settings: Mapping[str, Any], *, preset: str | None = None) -> Any:
-    """The options of a call: the settings of the run that it resumes, under a preset, under what is given."""
-    layers: list[tuple[str, Any]] = []
+def options_of(kind: Any, settings: Mapping[str, Any], *, base: str | None = None, preset: str | None = None) -> Any:
+    """The options of a call: a preset that is there without being asked for (`base`), the settings of the run that it
+    resumes, a preset, and what is given, each over those before."""
+    for name in (base, preset):
+        if name is not None and name not in kind.presets:
+            raise UserError(f"unknown preset {name!r}; choose one of {', '.join(kind.presets)}")
+    layers: list[tuple[str, Any]] = [] if base is None else [(f"preset {base}", kind.presets[base])]
     if settings.get("resume"):
         layers.append(("config.json", saved_settings(settings.get("out"))))
     if preset is not None:
-        if preset not in kind.presets:
-            raise UserError(f"unknown preset {preset!r}; choose one of {', '.join(kind.presets)}")
         layers.append((f"preset {preset}", kind.presets[preset]))
     return resolve(kind, [*layers, ("the call", settings)]).options
 
@@ -92,6 +94,7 @@ def train(
     settings: Mapping[str, Any],
     objects: Mapping[str, Any],
     *,
+    base: str | None = None,
     preset: str | None = None,
     progress: Progress | None = None,
     callbacks: Sequence[Given] = (),
@@ -99,7 +102,7 @@ def train(
 ) -> Run:
     """Run a command from Python. `objects` may be names, too; `ends` raises if what follows could not go on."""
     found, given = settings_and_objects(settings, **objects)
-    options = options_of(kind, found, preset=preset)
+    options = options_of(kind, found, base=base, preset=preset)
     return ends(run(options, given, progress=progress, callbacks=callbacks))
 
 

@@ -26,6 +26,7 @@ from rolecall.rewards.model import RewardModelReward
 from rolecall.rollout.engine import Engine
 from rolecall.rollout.open import open_engine
 from rolecall.train import checkpoint
+from rolecall.train.manifest import DamagedCheckpointError, check_model
 
 _log = logging.getLogger("rolecall")
 
@@ -49,12 +50,20 @@ def with_model(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_directory(name: str) -> str:
-    """A model's name; for a run's directory that of its final model, or of its latest checkpoint."""
+    """A model's name; for a run's directory that of its final model, or of its latest checkpoint. Either is checked
+    against its manifest, and so is a directory of our own that is given itself."""
     path = Path(name).expanduser()
-    if not (path / "run.json").is_file():
+    is_run = (path / "run.json").is_file()
+    final = path / "model" if is_run else path
+    if final.is_dir():
+        try:
+            check_model(final)
+        except DamagedCheckpointError as error:
+            raise UserError(str(error)) from error
+    if not is_run:
         return name
-    if (path / "model").is_dir():
-        return str(path / "model")
+    if final.is_dir():
+        return str(final)
     found = checkpoint.latest(path / "checkpoints", read_only=True)
     if found is None or not (found.path / "config.json").is_file():
         raise UserError(f"the run {name} has no model and no checkpoint of one; let it train, or give another model")

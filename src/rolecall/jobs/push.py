@@ -8,10 +8,12 @@ from pathlib import Path
 from rolecall.config.push import PushOptions
 from rolecall.errors import UserError
 from rolecall.files import DiskError, write_atomically
+from rolecall.jobs.models import model_directory
 from rolecall.jobs.report import report
 from rolecall.look.card import SETTINGS, model_card, settings_yaml
 from rolecall.look.run import RunFiles, check_directory, is_demo, read_object, read_run
 from rolecall.train.exit_codes import ExitCode
+from rolecall.train.manifest import MANIFEST
 
 _PUSHED = ("sft", "rm", "rl", "dpo", "expert-iteration")
 _MARK = "pushed from a rolecall run\n"
@@ -67,6 +69,7 @@ def _checked(place: Path) -> RunFiles:
             f"the run {place} has no final model yet: let it end, or resume it with rolecall {held.command} --out {place} "
             "--resume"
         )
+    model_directory(str(place))  # refuses one that is damaged
     return held
 
 
@@ -79,7 +82,7 @@ def _write(held: RunFiles, folder: Path, repo: str) -> None:
     folder.mkdir(parents=True)
     write_atomically(folder / _OURS, _MARK.encode())
     for file in sorted((held.path / "model").iterdir()):
-        if file.is_file() and file.name != "README.md":
+        if file.is_file() and file.name not in ("README.md", MANIFEST):
             _link(file, folder / file.name)
     report(held.path, out=folder / "report.html")
     write_atomically(folder / SETTINGS, settings_yaml(held.config).encode())

@@ -62,9 +62,8 @@ def rl(
     `rows` and `eval_data` may be lists of dicts, data frames or Hugging Face datasets, `reward` a function or a list of them, `env` a class of environments to play episodes
     of several turns in; `advantage(batch)` and `loss(outputs, batch)` replace the preset's own. All other settings are those of `rolecall rl`, nested or dotted.
     """
-    chosen = None if settings.get("resume") else preset
     given = {"rows": rows, "eval_data": eval_data, "env": env, "reward": reward, "advantage": advantage, "loss": loss}
-    return train(RLOptions, settings, given, preset=chosen, progress=progress, callbacks=callbacks)
+    return train(RLOptions, settings, given, base=preset, progress=progress, callbacks=callbacks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,15 +1,13 @@
 """What every training job does around its learner: the run directory, resuming, the loop, the final model."""
 
 import gc
-import json
-import logging
-import platform
+import os
 import shutil
-import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,37 +15,37 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import InitProcessGroupKwargs
 
 from rolecall.config.merge import to_dict
 from rolecall.config.parts import OptimOptions, RunOptions
 from rolecall.errors import UserError
-from rolecall.files import DiskError, write_atomically
+from rolecall.files import TMP_MARK, DiskError, fsync_path
 from rolecall.jobs.notebook import spoken
 from rolecall.jobs.report import report_at_the_end
+from rolecall.jobs.resuming import describe, resume
 from rolecall.jobs.tracking import FOLDER, start_trackers, tracker_names
 from rolecall.look.inline import run_html
-from rolecall.look.run import FORMAT
 from rolecall.policy.load import LoadedModel, save
 from rolecall.policy.lora import export, has_adapter
 from rolecall.policy.model import PolicyModel
-from rolecall.train import checkpoint
 from rolecall.train.callbacks import Callbacks, Given, check_callbacks
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.jsonl import read_lines
+from rolecall.train.learner import Learner
 from rolecall.train.lock import LockedError
-from rolecall.train.loop import Learner, Loop, LoopOptions, Outcome
-from rolecall.train.manifest import CheckpointError
+from rolecall.train.loop import Loop, LoopOptions, Outcome
+from rolecall.train.manifest import CheckpointError, DamagedCheckpointError, seal_model
 from rolecall.train.optim import make_optimizer
+from rolecall.train.peers import PeerLost, Peers, open_sockets
 from rolecall.train.persist import read_checkpoint, write_checkpoint
 from rolecall.train.progress import Progress, Quiet
-from rolecall.train.rundir import RunDir, RunDirError, check_new
+from rolecall.train.rundir import RunDir, RunDirError, check_new, disk_errors
 from rolecall.train.state import first_non_finite
 from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
 
-_log = logging.getLogger("rolecall")
-
-_HOW = ("out", "resume", "extend", "overwrite", "quiet")
+_HOW = ("out", "resume", "extend", "strict", "overwrite", "grace", "rank_timeout", "quiet")
 """Options that say how a run is started, not what it is; they are not part of its configuration."""
 
 
@@ -167,23 +165,49 @@ def execute(
         options = replace(options, steps=options.steps + options.extend, **passes)
     if progress is None:
         progress = Quiet() if options.quiet else spoken()
+    before = open_sockets()
     accelerator = _accelerator(options)
+    peers = Peers(
+        rank=accelerator.process_index,
+        ranks=accelerator.num_processes,
+        timeout=options.rank_timeout,
+        sockets=open_sockets() - before,
+    )
     if not accelerator.is_main_process:
         progress = Quiet()
     path = _place(command, options)
     try:
-        run = _execute(command, options, build, progress, accelerator, path, callbacks)
-    except DiskError as error:
-        raise UserError(str(error), exit_code=ExitCode.DISK) from error
-    except (RunDirError, LockedError, CheckpointError) as error:
-        raise UserError(str(error)) from error
-    if accelerator.is_main_process:
-        report_at_the_end(run.path)
-    accelerator.wait_for_everyone()  # a launcher ends all processes when one exits with an error
+        run = _execute(command, options, build, progress, accelerator, peers, path, callbacks)
+        if accelerator.is_main_process:
+            report_at_the_end(run.path)
+        if run.outcome.dropped:
+            peers.leave(run.outcome.exit_code, run.outcome.reason)
+        else:
+            accelerator.wait_for_everyone()  # a launcher ends all processes when one exits with an error
+    except BaseException as error:
+        told = _told(error, peers)
+        peers.leave(getattr(told, "exit_code", ExitCode.ERROR), str(told) or type(error).__name__)
+        if told is error:
+            raise
+        raise told from error
+    peers.close()
     accelerator.free_memory()
     gc.collect()  # wrapped models hold the process group, and hang if they outlive it
     accelerator.end_training()
     return run
+
+
+def _told(error: BaseException, peers: Peers) -> BaseException:
+    """The error in the words of the person who started the run, if it is one that has a name."""
+    if isinstance(error, DiskError):
+        return UserError(str(error), exit_code=ExitCode.DISK)
+    if isinstance(error, RunDirError | LockedError | CheckpointError):
+        damaged = isinstance(error, DamagedCheckpointError)
+        return UserError(str(error), exit_code=ExitCode.ERROR if damaged else ExitCode.USAGE)
+    if isinstance(error, UserError) or not isinstance(error, Exception):
+        return error
+    lost = peers.why(error)
+    return error if lost is None else PeerLost(f"{lost}; the same command may succeed")
 
 
 def unless_failed(run: Run) -> Run:
@@ -210,13 +234,18 @@ def _execute(
     build: Build,
     progress: Progress,
     accelerator: Accelerator,
+    peers: Peers,
     path: Path,
     callbacks: Sequence[Given],
 ) -> Run:
+    processes = accelerator.num_processes
     with ExitStack() as stack:
         timer = Timer(watcher=progress)
         # The directory is made, or an old run removed, only when rows, rewards and models have been found good.
         check_new(path.parent, path.name, resume=options.resume, overwrite=options.overwrite)
+        alike = {"command": command, "rolecall version": version("rolecall"), "torch version": version("torch")}
+        peers.check_same(alike | {n: v for n, v in to_dict(options).items() if n != "quiet"})
+        peers.watch()
         built = build(options, accelerator, timer, stack)
         config = configuration(options)
         if "steps" in config:
@@ -225,7 +254,7 @@ def _execute(
         if accelerator.is_main_process:
             run = stack.enter_context(_open(command, options, path))
             path = run.path
-        if run is not None:
+            stack.enter_context(disk_errors(path))
             built.watch_run(run)
         log = start_trackers(accelerator, options, config, path)
         called = Callbacks(callbacks if run is not None else (), path=path, steps=built.loop.steps)
@@ -234,22 +263,28 @@ def _execute(
             built.loop,
             run=run,
             config=config,
-            write=built.write,
+            write=lambda directory, extra: built.write(directory, extra | {"processes": processes}),
             evaluate=built.evaluate,
             progress=progress,
             timer=timer,
             agree=lambda flag: _largest(accelerator, flag),
             log=log,
             callbacks=called,
+            updater=getattr(built.learner, "updater", None),
+            peers=peers,
+            grace=options.grace,
         )
-        resumed = _resume(path, run, built, loop, config) if options.resume else None
+        resumed = None
+        if options.resume:
+            resumed = resume(path, run, built.read, loop, config, processes=processes, strict=options.strict)
         if run is not None:
-            _describe(run, command, config, resumed, processes=accelerator.num_processes, prompts=built.prompts)
+            describe(run, command, config, resumed, processes=processes, prompts=built.prompts)
         start = 0 if resumed is None else resumed.step
+        _check_start(accelerator, start, path)
         outcome = loop.go(start=start, title=f"{command} in {path}")
         if run is not None and _has_result(outcome, built):
             if built.save_model is not None:
-                _write_model(run, built.save_model)
+                _write_model(run, outcome.step, built.save_model)
             built.finish(run)
         outcome = loop.tell_end(outcome)
         lines = read_lines(run.metrics.path) if run is not None else []
@@ -285,6 +320,9 @@ def _accelerator(options: RunOptions) -> Accelerator:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device cuda was asked for, but torch finds no GPU; use --device cpu")
     trackers = tracker_names(options)
+    patience = InitProcessGroupKwargs(
+        timeout=timedelta(days=1)
+    )  # `Peers` notices who is lost; a slow peer is waited for
     precision = getattr(getattr(options, "policy", None), "mixed_precision", "no")
     # Accelerate keeps the first run's precision for the whole process; each run has its own.
     AcceleratorState._reset_state()
@@ -292,6 +330,7 @@ def _accelerator(options: RunOptions) -> Accelerator:
         cpu=options.device == "cpu",
         mixed_precision=precision,
         log_with=trackers or None,
+        kwargs_handlers=[patience] if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None,
         project_dir=FOLDER if trackers else None,  # `start_trackers` says where it really is, once the run has a place
     )
 
@@ -319,83 +358,28 @@ def _open(command: str, options: RunOptions, path: Path) -> RunDir:
             path = next_free(command)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Resumed:
-    """How a run goes on."""
-
-    step: int
-    """Steps done."""
-    changed: list[tuple[str, object, object]]
-    """(setting, as it was, as it is now)."""
-    bit_exact: bool
-    """True if what comes is what would have come without the interruption."""
-
-
-def _resume(path: Path, run: RunDir | None, built: Built, loop: Loop, config: Mapping[str, Any]) -> Resumed:
-    """Put the last good checkpoint back; a run that was stopped before its first one begins again."""
-    found = checkpoint.latest(path / "checkpoints", read_only=run is None)
-    if found is None:
-        _log.warning("%s has no checkpoint to resume from: it begins again at its first step", path)
-        if run is not None:
-            run.cut_after(-1)
-        return Resumed(step=0, changed=[], bit_exact=True)
-    changed = checkpoint.differences(found.config, config)
-    matter = [(name, old, new) for name, old, new in changed if _matters(name, old, new, config)]
-    for name, old, new in matter:
-        _log.warning("resuming with %s changed from %s to %s: not bit-exact with the run before", name, old, new)
-    extra = built.read(found.path)
-    loop.load_state_dict(extra["loop"])
-    if run is not None:
-        run.cut_after(found.step)
-    return Resumed(step=int(extra["step"]), changed=changed, bit_exact=not matter)
+def _write_model(run: RunDir, step: int, save_model: Callable[[Path], None]) -> None:
+    """The final model with its manifest, written aside and then renamed."""
+    aside = run.path / f"model{TMP_MARK}{uuid.uuid4().hex[:8]}"
+    try:
+        save_model(aside)
+        seal_model(aside, step)
+        shutil.rmtree(run.model, ignore_errors=True)
+        aside.replace(run.model)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    fsync_path(run.path)
 
 
-def _matters(name: str, old: object, new: object, config: Mapping[str, Any]) -> bool:
-    """Whether a changed setting changes what is learned from here on."""
-    if name == "epochs":
-        return False  # the number of steps says it
-    if name == "steps":
-        return bool(config.get("optim", {}).get("schedule", "constant") != "constant")
-    if name == "eval.every":
-        return bool(old) != bool(new)  # with evaluation, rows without a test split are split
-    return name in ("eval.held_out", "eval.data") or not name.startswith(("save.", "eval."))
-
-
-def _describe(
-    run: RunDir,
-    command: str,
-    config: Mapping[str, Any],
-    resumed: Resumed | None,
-    *,
-    processes: int,
-    prompts: str | None,
-) -> None:
-    """config.json and run.json."""
-    history = json.loads(run.run.read_text()).get("resumed", []) if run.run.is_file() else []
-    if resumed is not None:
-        history.append({"step": resumed.step, "changed": resumed.changed, "bit_exact": resumed.bit_exact})
-    about = {
-        "format": FORMAT,
-        "command": command,
-        "arguments": sys.argv[1:],
-        "seed": config.get("seed"),
-        "prompts": prompts,
-        "versions": {name: version(name) for name in ("rolecall", "torch", "transformers", "accelerate")},
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
-        "processes": processes,
-        "resumed": history,
-    }
-    write_atomically(run.config, json.dumps(config, indent=1).encode())
-    write_atomically(run.run, json.dumps(about, indent=1).encode())
-
-
-def _write_model(run: RunDir, save_model: Callable[[Path], None]) -> None:
-    """The final model, written aside and then renamed."""
-    aside = run.path / f"model.tmp-{uuid.uuid4().hex[:8]}"
-    save_model(aside)
-    shutil.rmtree(run.model, ignore_errors=True)
-    aside.replace(run.model)
+def _check_start(accelerator: Accelerator, start: int, path: Path) -> None:
+    """Refuse to go on if the ranks found different checkpoints, as they may without a common file system."""
+    most, least = int(_largest(accelerator, start)), -int(_largest(accelerator, -start))
+    if most != least:
+        raise UserError(
+            f"the processes of this job found different checkpoints in {path}, of step {least} and of step {most}: it must "
+            "be one directory that all of them see"
+        )
 
 
 def _largest(accelerator: Accelerator, flag: float) -> float:

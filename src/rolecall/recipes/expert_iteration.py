@@ -119,6 +119,9 @@ class ExpertIterationLearner:
         for rows in self.updater.timer.parts(parts):
             batch = self._batch(found, rows)
             results.append(self.updater.step(batch, nll, temperature=1.0))
+            if results[-1].skipped:
+                names = [f"group {group}" for group in batch.groups.tolist()]
+                self.updater.say_skipped(found.step + 1, results[-1], names)
             self._meter.mean("entropy", results[-1].outputs.entropy, trained(batch))
         self.asker.engine.load(engine_weights(self.policy), self.asker.engine.version + 1)
         count = max(1, len(results))

@@ -43,7 +43,6 @@ class Guard:
         self.rule = TrainRule(stop=options.algorithm.train_stop)
         mixed = updater.accelerator.mixed_precision == "bf16"
         self.dtype = torch.bfloat16 if mixed else policy.model.dtype
-        self._probes = 0
         self._hash: str | None = None
         self._before: list[Tensor] = []
         self._version = 0
@@ -70,8 +69,9 @@ class Guard:
     def updated(self, rollout: Rollout, steps: Sequence[MiniStep]) -> None:
         """Check what the optimiser steps did, and that the engine has it."""
         taken = [mini for mini in steps if mini.result.terms and not mini.result.skipped]
-        probe = self._probes % self.probe_every == 0
-        self._probes += 1
+        probe = (
+            rollout.step % self.probe_every == 0
+        )  # of the step, so that a resumed run probes where the whole one does
         for mini in taken:
             self._check_contributions(rollout, mini)
         if taken and taken[0] is steps[0]:

@@ -8,6 +8,7 @@ Left out: communication between agents, continuous actions, self-play.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,10 @@ class _Marl:
         """The last step in words."""
         m = self.metrics()
         return f"return {m['return']:.3f}, length {m['episode_length']:.1f}, {int(m['env_steps']):,} env steps"
+
+    def mark(self) -> Callable[[], None]:
+        """This moment, to come back to: playing moves the counters alone."""
+        return partial(_Marl.load_state_dict, self, _Marl.state_dict(self))
 
     def state_dict(self) -> dict[str, Any]:
         """Counters."""

@@ -111,6 +111,16 @@ class Replay:
         ]
         self.buffer.add(sorted(self._gather(groups), key=lambda group: group.group))
 
+    def mark(self) -> Callable[[], None]:
+        """This moment, to come back to, without a copy of what the buffer holds."""
+        started, restore = self.started, self.buffer.mark()
+
+        def back() -> None:
+            self.started = started
+            restore()
+
+        return back
+
     def state_dict(self) -> dict[str, Any]:
         """The buffer, and whether replay has begun."""
         temperature = self.options.sampling.scoring_temperature

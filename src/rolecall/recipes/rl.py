@@ -5,7 +5,7 @@ is optimised from an `Algorithm`. The learner holds all state of a run, so that 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -206,6 +206,10 @@ class RLLearner:
                 against=self.prepare.against if o.kl_in == "loss" else None,
             )
             steps.append(MiniStep(epoch=epoch, minibatch=i, rows=rows, batch=part, result=result))
+            if result.skipped:
+                sampled = [rollout.trained_trajectories[j] for j in rows.tolist()]
+                names = [f"group {t.group} episode {t.episode}" for t in sampled]
+                self.updater.say_skipped(rollout.step + 1, result, names)
         with self.timer.phase("sync"):
             self.engine.load(engine_weights(self.policy), self.engine.version + 1)
         self._measure(rollout, steps)
@@ -278,6 +282,19 @@ class RLLearner:
     def explain(self) -> str:
         """The last step in words."""
         return in_words(self._metrics, self._terms)
+
+    def mark(self) -> Callable[[], None]:
+        """This moment, to come back to: `collect` moves the position in the data, the KL coefficient and the buffer."""
+        position, kl = self.collector.state_dict(), self.kl
+        undo = None if self.replay is None else self.replay.mark()
+
+        def back() -> None:
+            self.collector.load_state_dict(position)
+            self.kl = kl
+            if undo is not None:
+                undo()
+
+        return back
 
     # -- state ---------------------------------------------------------------------------------------------------
 

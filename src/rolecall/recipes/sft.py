@@ -36,9 +36,11 @@ class SFTLearner:
         self.rule = TrainRule(stop=options.train_stop)
         self.order = order_of(demonstrations, seed=options.seed)
         self._metrics: dict[str, float] = {}
+        self._step = 0
 
     def collect(self, step: int) -> Batch:
         """The next rows as a batch."""
+        self._step = step + 1
         accelerator = self.updater.accelerator
         chosen = self.order.take(self.options.batch)[accelerator.process_index :: accelerator.num_processes]
         batch = collate([self.demonstrations[i] for i in chosen])
@@ -48,6 +50,8 @@ class SFTLearner:
     def update(self, batch: Batch) -> None:
         """One optimiser step."""
         result = self.updater.step(batch, nll, temperature=1.0)
+        if result.skipped:
+            self.updater.say_skipped(self._step, result, [f"row {row}" for row in batch.groups.tolist()])
         meter, mask = Meter(), trained(batch)
         meter.mean("entropy", result.outputs.entropy, mask)
         meter.total("num_tokens", mask.sum())

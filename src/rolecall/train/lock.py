@@ -6,7 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -53,10 +53,11 @@ class RunLock:
 
     def release(self) -> None:
         """Give the directory back. In a forked child, and if the lock is another's by now, nothing happens."""
-        if self._own.pid == os.getpid() and self._path.parent.is_dir():
-            with _one_at_a_time(self._path.parent):
-                if _read(self._path) == self._own:
-                    self._path.unlink()
+        if self._own.pid != os.getpid():
+            return
+        with suppress(OSError), _one_at_a_time(self._path.parent):  # gone or read-only: a dead holder's lock is no lock
+            if _read(self._path) == self._own:
+                self._path.unlink()
 
 
 def _holder(pid: int) -> Holder:

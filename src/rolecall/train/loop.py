@@ -3,52 +3,26 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 from math import inf, isnan
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rolecall.files import DiskError
 from rolecall.train import checkpoint
 from rolecall.train.callbacks import Callbacks
 from rolecall.train.exit_codes import ExitCode
+from rolecall.train.learner import Learner
+from rolecall.train.peers import PeerLost, Peers
 from rolecall.train.persist import NotFinite
 from rolecall.train.progress import Progress
 from rolecall.train.rundir import RunDir
-from rolecall.train.signals import StopSignals
+from rolecall.train.signals import Dropped, StopSignals
+from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
 
 _TRIAL = 5
 """Of a run with fewer steps nobody expects that it learns."""
-
-
-class Learner(Protocol):
-    """Something that learns in steps."""
-
-    def collect(self, step: int) -> Any:
-        """Experience for one step."""
-        ...
-
-    def update(self, experience: Any) -> Any:
-        """Learn from it."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Numbers about the last step. `skipped` above 0 means that its gradient was not finite; `rewards/failed`
-        without `reward` that no answer has a score: then the learner's `unscored` says why."""
-        ...
-
-    def explain(self) -> str:
-        """The last step in a short line of up to about 40 columns; then, a line each, remarks: sentences without numbers,
-        shown once in a run."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything beside weights and optimiser that the next step depends on."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +66,8 @@ class Outcome:
     """The best evaluation, if there was one."""
     best_step: int | None
     """The step it was taken at."""
+    dropped: bool = False
+    """True if a step or an evaluation was broken off: other ranks may be anywhere, and are not waited for."""
 
 
 class Asked(IntEnum):
@@ -120,32 +96,46 @@ class Loop:
         agree: Callable[[float], float] = lambda flag: flag,
         log: Callable[[Mapping[str, float], int], None] = lambda metrics, step: None,
         callbacks: Callbacks | None = None,
+        updater: Updater | None = None,
+        peers: Peers | None = None,
+        grace: float = 30.0,
     ) -> None:
-        """`write` puts all state into a checkpoint directory; `agree` is the maximum of a number over ranks."""
+        """`write` puts all state into a checkpoint directory; `agree` is the maximum of a number over ranks. `updater` is what
+        moves the weights, if anything does; `grace` is for `StopSignals`."""
         self.learner, self.options, self.run, self.config = learner, options, run, config
         self.write, self.evaluate, self.progress, self.timer = write, evaluate, progress, timer
         self.agree, self.log, self.callbacks = agree, log, callbacks or Callbacks()
+        self.updater, self.peers, self.grace = updater, peers or Peers(), grace
         self.best: float | None = None
         self.best_step: int | None = None
         self._bad = self._disk_failures = 0
+        self._why_not = ""
         self._saved: int | None = None
         self._idle: int | None = 0  # steps so far; None once something has trained
         self._remarks: set[str] = set()
+        self._done = 0  # steps that are complete
+        self._undo: Callable[[], None] | None = None  # takes back what the step in flight has changed so far
+        self._moves = 0  # of the weights, when it began
+        self._unevaluated = False  # the evaluation of the last complete step was dropped
+        self._blame: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """What the loop itself remembers."""
-        return {"best": self.best, "best_step": self.best_step, "bad": self._bad, "idle": self._idle}
+        state = {"best": self.best, "best_step": self.best_step, "bad": self._bad, "idle": self._idle}
+        return state | ({"unevaluated": True} if self._unevaluated else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
+        self._unevaluated = state.get("unevaluated", False)
         self.best, self.best_step, self._bad = state["best"], state["best_step"], state["bad"]
         self._idle = state.get("idle")
 
     def go(self, *, start: int, title: str) -> Outcome:
         """Steps start + 1 to the last, unless something ends the run before."""
-        self._saved = start or None
-        with StopSignals() as stop:
-            if start >= self.options.steps:
+        self._saved, self._done = start or None, start
+        with StopSignals(grace=self.grace) as stop:
+            self.peers.on_loss = stop.drop
+            if start >= self.options.steps and not self._unevaluated:
                 if (self._idle or 0) >= _TRIAL:
                     return self._end(start, ExitCode.ERROR, f"nothing trained in the {start} steps of this run")
                 return self._end(start, ExitCode.DONE, f"all {start} steps are done already; `--steps +N` adds more")
@@ -156,8 +146,10 @@ class Loop:
                 if asked in (Asked.CALLBACK_STOPPED, Asked.CALLBACK_FAILED):
                     return self._end_as_asked(asked, start, stop)
                 if start == 0 and self.evaluate is not None and self.options.eval_every:
-                    self._evaluate(0)
+                    self._evaluate(0, stop)
                 return self._steps(start, stop)
+            except (Dropped, Exception) as error:
+                return self._broken_off(error, stop)
             finally:
                 self.progress.end()
 
@@ -172,31 +164,41 @@ class Loop:
 
     def _steps(self, start: int, stop: StopSignals) -> Outcome:
         o, step = self.options, start
-        for step in range(start + 1, o.steps + 1):
-            metrics = self._one(step)
-            self._bad = self._bad + 1 if metrics.get("skipped") else 0
+        for step in range(start + 1 - self._unevaluated, o.steps + 1):
+            again, self._unevaluated = step == self._done, False  # of the first step only its evaluation may be missing
+            metrics = {} if again else self._one(step, stop)
+            if metrics.get("skipped"):
+                self._bad += 1
+                self._blame = self._blame or self._bad_tensor(step)
+            elif metrics:
+                self._bad, self._blame = 0, None
             if self._bad >= o.bad_steps:
-                return self._diverged(step, f"loss or gradient was not finite in {self._bad} steps in a row")
+                what = f"loss or gradient was not finite in {self._bad} steps in a row"
+                return self._diverged(step, what + (f", first {self._blame}" if self._blame else ""))
             error = self._unscored(step, metrics)
             reached = improved = False
             if error is None and self._due(step, o.eval_every):
-                score = self._evaluate(step)
+                score = self._evaluate(step, stop)
                 improved = self.best_step == step
                 reached = o.stop_at is not None and score is not None and self._reaches(score, o.stop_at)
             if error is None and not reached:
                 error = self._untrained(step)
             asked = self._asked(stop)
             last = bool(asked) or error is not None or reached or step == o.steps
-            if last or improved or (o.save_every and step % o.save_every == 0):
+            not_finite = None
+            if last or improved or again or (o.save_every and step % o.save_every == 0):
                 try:
                     self._save(step, stop)
-                except NotFinite as not_finite:
-                    return self._diverged(step, str(not_finite))
+                except NotFinite as found:
+                    not_finite = str(found)
                 asked = self._asked(stop)  # a callback may stop the run when it is told of the checkpoint
-            failures = int(self.agree(float(self._disk_failures)))
+            failures = self.agree(inf if not_finite else float(self._disk_failures))
+            if failures == inf:
+                return self._diverged(step, not_finite or "a weight is not finite")
             if failures >= o.disk_failures or (last and failures):
-                tries = f"{failures} tries" if failures > 1 else "the last try"
-                return self._end(step, ExitCode.DISK, f"no room for a checkpoint in {tries}: {self._kept()}")
+                tries = f"{failures:.0f} tries" if failures > 1 else "the last try"
+                why = f"no checkpoint could be written in {tries}{self._why_not}: {self._kept()}"
+                return self._end(step, ExitCode.DISK, why)
             if asked > Asked.CALLBACK_STOPPED:
                 return self._end_as_asked(asked, step, stop)
             if error is not None:
@@ -207,16 +209,55 @@ class Loop:
                 return self._end(step, ExitCode.DONE, f"{o.main} reached {o.stop_at} at step {step}")
         return self._end(step, ExitCode.DONE, f"done after {step} steps")
 
+    def _broken_off(self, error: BaseException, stop: StopSignals) -> Outcome:
+        """A signal's grace is over, or a peer is lost: go back to the last complete step, save it, and end.
+
+        Once the weights have moved there is no way back, and the last checkpoint stands. Any other error goes on its way.
+        """
+        lost = self.peers.why(error)
+        if lost is None and not isinstance(error, Dropped):
+            raise error
+        whole = self._undo is None or self._moves == self._moved()
+        if self._undo is not None and whole:
+            self._undo()
+        if whole and self._done and (self._saved != self._done or self._unevaluated):
+            try:
+                self._save(self._done, stop)
+            except NotFinite as found:
+                return replace(self._diverged(self._done, str(found)), dropped=True)
+        saved = f"stopped after step {self._done}"
+        if self.run is not None:
+            saved += ", everything is saved" if self._done and self._saved == self._done else f", {self._kept()}"
+        if lost is not None and self.peers.lost_code not in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+            raise PeerLost(f"{lost}: {saved}; the same command with --resume goes on") from error
+        code = stop.exit_code if stop.stop_requested else ExitCode.TERMINATED
+        what = f"the evaluation of step {self._done}" if self._unevaluated else f"the rollout of step {self._done + 1}"
+        reason = f"{saved}; {what} was dropped"
+        if self._disk_failures:
+            code, reason = ExitCode.DISK, f"no checkpoint could be written{self._why_not}: {reason}"
+        return replace(self._end(self._done, code, reason), dropped=True)
+
+    def _moved(self) -> int:
+        return 0 if self.updater is None else self.updater.moves
+
+    def _bad_tensor(self, step: int) -> str | None:
+        found = None if self.updater is None else self.updater.not_finite
+        return f"{found} at step {step}" if found else None
+
     def _due(self, step: int, every: int) -> bool:
         return self.evaluate is not None and bool(every) and (step % every == 0 or step == self.options.steps)
 
-    def _one(self, step: int) -> dict[str, float]:
+    def _one(self, step: int, stop: StopSignals) -> dict[str, float]:
         """One step; steps count from 0 inside learners and from 1 in files."""
+        mark = getattr(self.learner, "mark", None)
+        self._undo = mark() if mark is not None else partial(self.learner.load_state_dict, self.learner.state_dict())
+        self._moves = self._moved()
         with self.timer.phase("step_time"):
-            with self.timer.phase("collect"):
+            with self.timer.phase("collect"), stop.droppable():
                 experience = self.learner.collect(step - 1)
             with self.timer.phase("update"):
                 self.learner.update(experience)
+        self._done, self._undo = step, None
         metrics = self.learner.metrics()
         metrics = metrics | self.callbacks.call("on_step", step, metrics)
         if self.run is not None:
@@ -236,10 +277,12 @@ class Loop:
             self._idle = None if _trained(metrics) else self._idle + 1
         return metrics
 
-    def _evaluate(self, step: int) -> float | None:
+    def _evaluate(self, step: int, stop: StopSignals) -> float | None:
         assert self.evaluate is not None
-        with self.timer.phase("evaluate"):
+        self._unevaluated = step > 0
+        with self.timer.phase("evaluate"), stop.droppable():
             found = self.evaluate(step)
+        self._unevaluated = False
         named = {f"eval_{name}": value for name, value in found.items()}
         named |= self.callbacks.call("on_evaluate", step, named)
         if self.run is not None:
@@ -321,6 +364,7 @@ class Loop:
                 )
         except DiskError as error:
             self._disk_failures += 1
+            self._why_not = f" ({error})"
             self.progress.say(f"checkpoint of step {step} was not written, the run goes on: {error}")
             return
         self._disk_failures, self._saved = 0, step

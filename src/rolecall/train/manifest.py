@@ -1,4 +1,7 @@
-"""The manifest of a checkpoint: which files it has, their sizes and sha256, of which step and config it is."""
+"""The manifest of a checkpoint: which files it has, their sizes and sha256, of which step and config it is.
+
+A final model has one too, without the config: it goes where the model goes, and a config may name paths.
+"""
 
 import errno
 import hashlib
@@ -18,7 +21,7 @@ SCHEMA = 1
 MANIFEST = "manifest.json"
 """Written last, inside the checkpoint."""
 
-_FORMAT = "rolecall checkpoint"
+_FORMAT, _MODEL = "rolecall checkpoint", "rolecall model"
 _MAX_MANIFEST_BYTES = 16 << 20
 _STEP = re.compile(r"step-([0-9]{6,})")
 _DAMAGE_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO})
@@ -38,6 +41,41 @@ class RefusedCheckpointError(CheckpointError):
 
 def seal(directory: Path, step: int, config: object) -> None:
     """Fsync every file, then write the manifest, then fsync every directory."""
+    _seal(
+        directory, {"format": _FORMAT, "schema": SCHEMA, "step": step, "config_hash": _digest(config), "config": config}
+    )
+
+
+def seal_model(directory: Path, step: int) -> None:
+    """The same for a final model."""
+    _seal(directory, {"format": _MODEL, "schema": SCHEMA, "step": step})
+
+
+def check_model(directory: Path) -> None:
+    """Refuse a final model whose files are not those that were written; one without a manifest is not ours to judge.
+
+    Files that were added, such as a README, are none of its business.
+    """
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != _MODEL or manifest["schema"] > SCHEMA:
+            return
+        claimed = manifest.pop("manifest_hash", None)
+        fault = None if claimed == _digest(manifest) else f"its {MANIFEST} changed"
+        listed = manifest["files"]
+        fault = fault or _first_fault(directory, listed, set(listed) & set(_files_in(directory)))
+    except FileNotFoundError:
+        return
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        fault = f"its {MANIFEST} cannot be read ({error!r})"
+    if fault is not None:
+        raise DamagedCheckpointError(
+            f"the model {directory} is damaged: {fault}; take a checkpoint of the run instead, or delete its {MANIFEST} if "
+            "you changed the files yourself"
+        )
+
+
+def _seal(directory: Path, manifest: dict[str, object]) -> None:
     files = {}
     for name in sorted(_files_in(directory)):
         path = directory / name
@@ -45,17 +83,10 @@ def seal(directory: Path, step: int, config: object) -> None:
         fsync_path(path)
         files[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
     if not files:
-        raise ValueError(f"nothing was written into the checkpoint of step {step}")
+        raise ValueError(f"nothing was written into the {manifest['format']} of step {manifest['step']}")
     if MANIFEST in files:
         raise ValueError(f"{MANIFEST} is the checkpoint's own; write yours under another name")
-    manifest: dict[str, object] = {
-        "format": _FORMAT,
-        "schema": SCHEMA,
-        "step": step,
-        "config_hash": _digest(config),
-        "config": config,
-        "files": files,
-    }
+    manifest["files"] = files
     manifest["manifest_hash"] = _digest(manifest)
     path = directory / MANIFEST
     path.write_text(json.dumps(manifest, indent=1, ensure_ascii=False, allow_nan=False), encoding="utf-8")
@@ -69,7 +100,7 @@ def check(path: Path) -> dict[str, Any]:
     """Check a checkpoint directory against its manifest, hashing every file once, and return the manifest."""
     manifest = _read_manifest(path)
     try:
-        fault = _first_fault(path, manifest["files"])
+        fault = _first_fault(path, manifest["files"], {name for name in _files_in(path) if name != MANIFEST})
     except FormatError as error:
         fault = str(error)
     except OSError as error:
@@ -81,9 +112,8 @@ def check(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _first_fault(path: Path, listed: Mapping[str, Any]) -> str | None:
+def _first_fault(path: Path, listed: Mapping[str, Any], present: set[str]) -> str | None:
     """What is wrong with the files of a checkpoint, the cheapest checks first."""
-    present = {name for name in _files_in(path) if name != MANIFEST}
     for name in sorted(listed.keys() | present):
         if name not in present:
             return f"{name} is missing"

@@ -5,9 +5,12 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
+from rolecall.errors import UserError
 from rolecall.files import TMP_MARK, DiskError, disk_errno, disk_error, free_bytes, fsync_path, sweep_unfinished
 from rolecall.train import checkpoint
 from rolecall.train.jsonl import JsonLines
@@ -58,7 +61,7 @@ class RunDir:
         run.metrics.append({"step": 1, "loss": 0.5})
     ```
 
-    Without `resume` or `overwrite` the directory must be new or empty. `resume` needs one that is there; `overwrite`
+    Without `resume` or `overwrite` the directory must be new or empty. `resume` needs one that is there, if only just begun; `overwrite`
     removes an earlier run's files, and nothing else. Only one process of a job opens it (rank 0).
     """
 
@@ -149,6 +152,21 @@ class RunDir:
         self.close()
 
 
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """While a run is open: whatever fails because its directory is full, read-only or gone is a `DiskError`."""
+    try:
+        yield
+    except Exception as error:
+        code = disk_errno(error, place=path)
+        missing = isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR)
+        if missing and not (path / "metrics.jsonl").is_file():
+            code = errno.ENOENT
+        if code is None or isinstance(error, DiskError | UserError):
+            raise
+        raise disk_error("the run", path, code) from error
+
+
 def _locked(path: Path, *, resume: bool) -> RunLock:
     """Make the directory if it is a new run's, and lock it, which also shows that it can be written."""
     if path.exists() and not path.is_dir():
@@ -165,8 +183,6 @@ def _locked(path: Path, *, resume: bool) -> RunLock:
 
 def _check_use(path: Path, *, resume: bool, overwrite: bool) -> None:
     entries = sorted(child.name for child in path.iterdir() if child.name != LOCK and TMP_MARK not in child.name)
-    if resume and not entries:
-        raise RunDirError(f"there is no run to resume in {path}")
     if overwrite and entries and not set(entries) & set(_LAYOUT):
         raise RunDirError(f"{path} holds {entries[0]!r} but no run, so it is not overwritten; choose another run name")
     if not all(_is_void(path / name) for name in entries) and not (resume or overwrite):

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT become a flag that is looked at between steps."""
+"""SIGTERM and SIGINT become a flag that is looked at between steps; what takes longer than the grace time is dropped."""
 
 import logging
 import os
@@ -15,6 +15,14 @@ _log = logging.getLogger(__name__)
 _EXIT_CODES = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.TERMINATED}
 
 
+_DROP_AFTER = 2 / 3
+"""The share of the grace time after which what can be dropped is; the rest is for saving."""
+
+
+class Dropped(BaseException):
+    """Raised inside `StopSignals.droppable`. Not an `Exception`, so that nobody on the way takes it for a failure."""
+
+
 class StopSignals:
     """A context in which the first signal asks to stop, the second is ignored, and the third ends the process at once.
 
@@ -28,11 +36,16 @@ class StopSignals:
                 sys.exit(stop.exit_code)
     ```
 
+    Work inside `droppable()` is interrupted by `Dropped` when two thirds of `grace` seconds have passed since the signal, or
+    when another thread calls `drop`.
+
     A forked child keeps the usual meaning of the signals. Outside the main thread, where Python allows no handlers,
     the context does nothing but say so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, grace: float = 30.0) -> None:
+        self.grace = grace
+        self._over = self._droppable = False
         self._first: signal.Signals | None = None
         self._count = 0
         self._saves = 0
@@ -58,6 +71,23 @@ class StopSignals:
         finally:
             self._saves -= 1
 
+    @contextmanager
+    def droppable(self) -> Iterator[None]:
+        """Marks work that leaves no trace if it is interrupted: a rollout or an evaluation, which may wait for long."""
+        self._droppable = True
+        try:
+            if self._over:
+                raise Dropped
+            yield
+        finally:
+            self._droppable = False
+
+    def drop(self) -> None:
+        """Called from another thread: interrupt what is droppable now, and let nothing droppable begin."""
+        self._over = True
+        if self._previous:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+
     def __enter__(self) -> Self:
         self._owner = os.getpid()
         if threading.current_thread() is not threading.main_thread():
@@ -65,13 +95,16 @@ class StopSignals:
             return self
         for which in _EXIT_CODES:
             self._previous[which] = signal.signal(which, self._handle)
+        self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._interrupt)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for which, handler in self._previous.items():
+        if self._count:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        previous, self._previous = self._previous, {}
+        for which, handler in previous.items():
             # None: the handler before was not set from Python and cannot be put back.
             signal.signal(which, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
-        self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         which = signal.Signals(number)
@@ -82,6 +115,8 @@ class StopSignals:
         self._count += 1
         if self._first is None:
             self._first = which
+            # Again every two seconds: an exception that is raised in a destructor is lost.
+            signal.setitimer(signal.ITIMER_REAL, self.grace * _DROP_AFTER, 2.0)
         doing = "saving" if self._saves else "finishing the step, then saving"
         if self._count == 1:
             _say(f"{which.name}: {doing}")
@@ -90,6 +125,11 @@ class StopSignals:
         else:
             _say(f"{which.name}: stopped at once; the last complete checkpoint is kept")
             os._exit(ExitCode.ERROR)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._over = True
+        if self._droppable and os.getpid() == self._owner:
+            raise Dropped
 
 
 def _say(text: str) -> None:

@@ -8,6 +8,7 @@ counting. The step counts every term's denominator over all micro-batches and al
 does not depend on how the batch was cut into micro-batches or spread over ranks.
 """
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,8 +24,13 @@ from rolecall.experience.batches import lengths_of, micro_batches
 from rolecall.maths.reduce import denominator_of, position_weights, sequence_lengths
 from rolecall.maths.roles import Verdict
 from rolecall.policy.model import Against, Outputs, PolicyModel, shares_prefixes
+from rolecall.train.state import first_non_finite
 from rolecall.train.timing import Timer
 from rolecall.types import Batch
+
+_NAMED = 8
+"""Samples that a line of the log names."""
+_log = logging.getLogger("rolecall")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +66,8 @@ class StepResult:
     """True if loss or gradient was not finite: the weights are untouched."""
     outputs: Outputs
     """What the policy said about this rank's rows while the step was computed, [batch, time]."""
+    bad_rows: Sequence[int] = ()
+    """Rows of this rank in which the loss is not finite."""
     contributions: Mapping[str, Tensor] = field(default_factory=dict)
     """[batch, time] float64 per term, coefficient included: they add up to the loss. Only if asked for."""
 
@@ -93,6 +101,10 @@ class Updater:
         self.accelerator, self.module, self.optimizer = accelerator, module, optimizer
         self.token_budget, self.max_grad_norm = token_budget, max_grad_norm
         self.timer = timer or Timer()
+        self.moves = 0
+        """Optimiser steps taken."""
+        self.not_finite: str | None = None
+        """What was not finite in the last step that was skipped, on this rank; None if it was on another."""
 
     def step(
         self, batch: Batch, loss: Loss, *, temperature: float, record: bool = False, against: Against | None = None
@@ -130,7 +142,20 @@ class Updater:
             grad_norm=grad_norm,
             skipped=not finite,
             outputs=tally.outputs(),
+            bad_rows=sorted(tally.bad_rows),
             contributions=tally.contributions,
+        )
+
+    def say_skipped(self, step: int, result: StepResult, names: Sequence[str]) -> None:
+        """Log why a step was skipped, and which samples are to blame; `names` are those of the batch's rows."""
+        blamed = ", ".join(names[row] for row in result.bad_rows[:_NAMED])
+        more = len(result.bad_rows) - _NAMED
+        _log.warning(
+            "step %d was skipped: %s is not finite%s%s",
+            step,
+            self.not_finite or "something on another process",
+            f"; the loss is not in {blamed}" if blamed else "",
+            f" and {more} more" if more > 0 else "",
         )
 
     def descend(
@@ -155,10 +180,14 @@ class Updater:
             self.timer.advance(i + 1, rounds, "micro-batches")
         loss_was_finite = loss_is_finite()
         grad_norm = float(self._clip())
-        finite = loss_was_finite and math.isfinite(grad_norm)
-        if finite:
-            self.optimizer.step()
-        return grad_norm, finite
+        bad = not (loss_was_finite and math.isfinite(grad_norm))
+        # After the exchange gradients are the same everywhere, but memory can fail on one rank alone.
+        if bool(self._over_ranks(torch.tensor(float(bad)), "max")):
+            self.not_finite = self._first_bad() if bad else None
+            return grad_norm, False
+        self.moves += 1
+        self.optimizer.step()
+        return grad_norm, True
 
     def _nothing(self, batch: Batch) -> StepResult:
         """No position trains on any rank: no step, so that an optimiser's momentum does not move the weights either."""
@@ -207,10 +236,21 @@ class Updater:
         self.accelerator.backward(total * self.accelerator.num_processes)
 
     def _clip(self) -> Tensor:
-        limit = self.max_grad_norm if self.max_grad_norm is not None else torch.inf
-        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), limit)
-        assert norm is not None
+        """The gradient's norm; a gradient that is not finite is left as it is, to be looked at."""
+        given = [p for p in self.module.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in given if p.grad is not None])
+        if self.max_grad_norm is not None and bool(norm.isfinite()):
+            nn.utils.clip_grads_with_norm_(given, self.max_grad_norm, norm)
         return norm.detach()
+
+    def _first_bad(self) -> str:
+        module = self.accelerator.unwrap_model(self.module)
+        held = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        weight = first_non_finite(held)
+        if weight is not None:
+            return f"the weight {weight}"
+        gradient = first_non_finite({name: p.grad for name, p in held.items() if p.grad is not None})
+        return "the loss" if gradient is None else f"the gradient of {gradient}"
 
     def all_sum(self, x: Tensor) -> Tensor:
         """A tensor added up over ranks."""
@@ -252,6 +292,7 @@ class _Tally:
         shape = batch.ids.shape
         self._shape = shape
         self._outputs: dict[str, Tensor] = {}
+        self.bad_rows: set[int] = set()
         self.contributions = {n: torch.zeros(shape, dtype=torch.float64) for n in denominators} if record else {}
 
     def add(self, terms: Mapping[str, Term], outputs: Outputs, rows: Tensor) -> Tensor:
@@ -278,7 +319,10 @@ class _Tally:
             values = torch.where(term.mask, term.values, 0)
             total = total + term.coef * (weights.to(values.dtype) * values).sum()
             detached = weights * values.detach().double()
-            self.terms[name] = self.terms[name] + detached.sum().cpu()
+            summed = detached.sum().cpu()
+            self.terms[name] = self.terms[name] + summed
+            if not math.isfinite(summed):
+                self.bad_rows |= set(rows[(~detached.isfinite()).any(dim=1).cpu()].tolist())
             if self.record:
                 self.contributions[name][rows, : values.shape[1]] = (term.coef * detached).cpu()
         for name, tensor in zip(Outputs._fields, outputs, strict=True):
