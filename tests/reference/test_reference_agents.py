@@ -54,9 +54,9 @@ def walk(kind, tmp_path, **settings):
         episodes, found = reference.learn(step)
         check_record(reference, episodes, pq.read_table(run.path / f"rollouts/step-{step + 1:06d}.parquet").to_pylist())
         found |= {
-            "return": mean(sum(e["reward"]) for e in episodes),
-            "episode_length": mean(len(e["actions"]) for e in episodes),
-            "truncated_ratio": mean(not e["ended"] for e in episodes),
+            "return": mean(sum(e.reward) for e in episodes),
+            "episode_length": mean(len(e) for e in episodes),
+            "truncated_ratio": mean(not e.ended for e in episodes),
             "env_steps": reference.env_steps,
         }
         for name, number in found.items():
@@ -72,20 +72,20 @@ def walk(kind, tmp_path, **settings):
 
 def check_evaluation(reference, recorded):
     episodes = reference.play(0, phase=EVALUATE)
-    assert recorded["eval_return"] == pytest.approx(mean(sum(e["reward"]) for e in episodes), **CLOSE)
+    assert recorded["eval_return"] == pytest.approx(mean(sum(e.reward) for e in episodes), **CLOSE)
 
 
 def check_record(reference, episodes, rows):
     assert len(rows) == len(episodes) * 2
     for row in rows:
         episode, a = episodes[row["episode"]], reference.names.index(row["agent"])
-        steps = range(len(episode["actions"]))
-        assert row["seed"] == episode["seed"]
-        assert row["ids"] == [episode["actions"][t][a] for t in steps]
-        expected = [CHOSE if reference.chose(episode, t, a) else NO_CHOICE for t in steps]
+        steps = range(len(episode))
+        assert row["seed"] == episode.seed
+        assert row["ids"] == [episode.actions[t][a] for t in steps]
+        expected = [CHOSE if episode.chose(t, a) else NO_CHOICE for t in steps]
         assert list(zip(row["roles"], row["verdicts"], strict=True)) == expected
-        assert row["rewards"] == pytest.approx(episode["reward"])
-        assert row["finish"] == ("environment" if episode["ended"] else "max_turns")
+        assert row["rewards"] == pytest.approx(episode.reward)
+        assert row["finish"] == ("environment" if episode.ended else "max_turns")
 
 
 def check_weights(ours, recorded, first):
@@ -124,17 +124,17 @@ def test_steps_of_qmix(tmp_path, settings):
     assert held["priorities"].tolist() == pytest.approx(reference.priorities, **CLOSE)
     assert len(set(reference.priorities)) > 2
     for i, episode in enumerate(reference.ring):
-        n, stored = len(episode["actions"]), {name: tensor[i] for name, tensor in held["episodes"].items()}
+        n, stored = len(episode), {name: tensor[i] for name, tensor in held["episodes"].items()}
         assert stored["filled"].sum() == n + 1
-        assert stored["actions"][:n, :, 0].tolist() == episode["actions"]
-        assert stored["reward"][:n, 0].tolist() == pytest.approx(episode["reward"])
-        assert bool(stored["terminated"].any()) == episode["ended"]
-        assert bool(stored["truncated"].any()) != episode["ended"]
-        assert stored["present"][: n + 1].tolist() == episode["there"]
+        assert stored["actions"][:n, :, 0].tolist() == episode.actions
+        assert stored["reward"][:n, 0].tolist() == pytest.approx(episode.reward)
+        assert bool(stored["terminated"].any()) == episode.ended
+        assert bool(stored["truncated"].any()) != episode.ended
+        assert stored["present"][: n + 1].tolist() == episode.there
         for t in range(n + 1):
-            torch.testing.assert_close(stored["obs"][t], torch.stack(episode["obs"][t]).float())
-            assert [torch.nonzero(may)[:, 0].tolist() for may in stored["avail_actions"][t]] == episode["avail"][t]
-    kinds = {(e["ended"], len(e["actions"])) for e in reference.ring}
+            torch.testing.assert_close(stored["obs"][t], torch.stack(episode.obs[t]).float())
+            assert [torch.nonzero(may)[:, 0].tolist() for may in stored["avail_actions"][t]] == episode.avail[t]
+    kinds = {(e.ended, len(e)) for e in reference.ring}
     assert kinds == {(True, 4), (False, 5), (False, 6)}, "episodes that ended, cut themselves off, met the limit"
 
 
