@@ -7,7 +7,7 @@ STAMPS := $(VENV)/.stamps
 
 AGAINST ?= HEAD~1
 
-.PHONY: help setup demo frozen docs-site wheel package test test-slow test-plain check format bench results results-quick mutate docs clean
+.PHONY: help setup demo frozen docs-site wheel package test test-slow test-plain check format bench results results-quick mutate mutants-listed docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -103,6 +103,9 @@ mutate: $(STAMPS)/mutate  ## mutation tests of the maths: survivors and score
 
 frozen: $(STAMPS)/dev  ## whether every command does what it did: AGAINST=COMMIT, by default the last one
 	$(BIN)/python benchmarks/frozen.py --against $(AGAINST)
+
+mutants-listed: $(STAMPS)/dev  ## known mistakes of the wiring: each must make a test fail; writes their table in docs/numerics.md
+	$(BIN)/python benchmarks/mutants_listed.py
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis mutants

@@ -12,9 +12,12 @@ from rolecall.cli import main
 from rolecall.config.merge import ConfigError, resolve
 from rolecall.config.parts import HeldOutOptions
 from rolecall.config.rl import RLOptions
+from rolecall.config.rm import RMOptions
 from rolecall.config.sft import SFTOptions
 from rolecall.errors import UserError
-from rolecall.jobs.data import prompt_rows, steps_of
+from rolecall.jobs.agents import episode_rows
+from rolecall.jobs.data import preferences, prompt_rows, steps_of
+from rolecall.tasks import find_task
 
 DEMOS = [{"prompt": f"say {i}:", "completion": str(i)} for i in range(24)]
 PROMPTS = [{"prompt": f"say {i}:", "answer": str(i)} for i in range(24)]
@@ -103,6 +106,41 @@ def test_the_test_split_of_the_data_is_what_is_evaluated_on():
     found = prompt_rows(data, HeldOutOptions(every=1), seed=0)
     assert (list(found.train), list(found.test)) == (PROMPTS[:20], PROMPTS[20:])
     assert prompt_rows(data, HeldOutOptions(), seed=0).test is None
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    for where in ("data._TRAIN_ROWS", "data._TASK_PAIRS"):
+        monkeypatch.setattr(f"rolecall.jobs.{where}", 200)
+
+
+def prompts_of(rows):
+    return [str(row["prompt"]) for row in rows]
+
+
+@pytest.mark.parametrize("data", [None, "sorting"])
+def test_a_task_is_evaluated_on_its_test_rows(data, few_rows):
+    found = prompt_rows("addition", HeldOutOptions(every=1, rows=20, data=data), seed=0)
+    assert prompts_of(found.test) == prompts_of(find_task(data or "addition").rows("test", n=20))
+    assert not {*prompts_of(found.train)} & {*prompts_of(found.test)}
+
+
+@pytest.mark.parametrize("data", [None, "addition:digits=1"])
+def test_preferences_of_a_task_are_evaluated_on_its_test_rows(data, few_rows):
+    options = resolve(
+        RMOptions, [("test", {"rows": "addition:digits=1", "eval": {"every": 1, "rows": 5, "data": data}})]
+    )
+    train, test = preferences(options.options)
+    assert len(test) == 5
+    assert {*prompts_of(test)} <= {*prompts_of(find_task("addition:digits=1").rows("test", n=200))}
+    assert not {*prompts_of(train)} & {*prompts_of(test)}
+
+
+@pytest.mark.parametrize("data", [None, "calculator"])
+def test_episodes_of_a_task_are_evaluated_on_its_test_rows(data):
+    train, test = episode_rows("calculator", None, HeldOutOptions(every=1, rows=20, data=data), seed=0, n=200)
+    assert len(test) == 20
+    assert not {str(row) for row in train} & {str(row) for row in test}
 
 
 def test_evaluation_rows_without_evaluations_are_refused():

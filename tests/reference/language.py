@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from adamw import AdamW
 from torch import Tensor
 
 PAD, PROMPT, CONTENT, STOP, OBSERVATION, NO_CHOICE, AFTER_END = range(7)
@@ -64,8 +65,7 @@ class Reference:
             head = torch.zeros(1, model.config.hidden_size, dtype=torch.float64, requires_grad=True)
             self.parameters["value_head.weight"] = head
         self.start = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self.moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in self.parameters.items()}
-        self.updates = 0
+        self.optimizer = AdamW(self.parameters, config["optim"])
         self.kl_coef = self.o["kl_coef"]
         self.temperature = config["sampling"]["temperature"]
 
@@ -206,8 +206,6 @@ class Reference:
         places = [(a, t) for a in answers for t in self.trained(a)]
         fresh = [(a, t) for a, t in places if not a.get("replayed")]
         kept: list[dict] = [{"logprobs": {}, "ratio": {}, "contributions": {}} for _ in answers]
-        for parameter in self.parameters.values():
-            parameter.grad = None
         loss: Any = 0.0
         read = self.read([answer["ids"] for answer in answers])
         for answer, record, (spread, values) in zip(answers, kept, read, strict=True):
@@ -222,8 +220,7 @@ class Reference:
                 loss = loss + sum(terms.values())
                 record["logprobs"][t], record["ratio"][t] = now.item(), ratio.item()
                 record["contributions"][t] = {name: x.item() for name, x in terms.items()}
-        loss.backward()
-        return kept, self.adamw(done)
+        return kept, self.optimizer.step(loss, done=done)
 
     def share(self, answer: dict, answers: list[dict], tokens: int) -> float:
         """How much a token of this answer counts."""
@@ -258,30 +255,6 @@ class Reference:
         if self.o["entropy_coef"]:
             terms["entropy"] = self.o["entropy_coef"] * (spread.exp() * spread).sum() / tokens
         return terms
-
-    def adamw(self, done: int) -> float:
-        """Clip the gradient, move the weights; returns the norm before clipping."""
-        how = self.config["optim"]
-        grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in self.parameters.items()}
-        norm = math.sqrt(sum(float((g**2).sum()) for g in grads.values()))
-        limit = how["max_grad_norm"]
-        clip = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
-        warm = min(1.0, (done + 1) / how["warmup_steps"]) if how["warmup_steps"] else 1.0
-        self.updates += 1
-        with torch.no_grad():
-            for name, p in self.parameters.items():
-                critic = name.startswith("value_head.")
-                lr = warm * (how["critic_lr"] if critic and how["critic_lr"] is not None else how["lr"])
-                first, second = self.moments[name]
-                grad = clip * grads[name]
-                first.mul_(how["beta1"]).add_((1 - how["beta1"]) * grad)
-                second.mul_(how["beta2"]).add_((1 - how["beta2"]) * grad**2)
-                if p.dim() >= 2:
-                    p.mul_(1 - lr * how["weight_decay"])
-                mean = first / (1 - how["beta1"] ** self.updates)
-                spread = (second / (1 - how["beta2"] ** self.updates)).sqrt()
-                p.sub_(lr * mean / (spread + 1e-8))
-        return norm
 
     def steer(self, answers: list[dict]) -> None:
         """The KL coefficient after a step: towards its target, by the KL per answer."""

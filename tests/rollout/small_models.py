@@ -41,7 +41,18 @@ _SHAPE = {
 FAMILIES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SHAPE, tie_word_embeddings=True)),
     "llama-biases": lambda: LlamaForCausalLM(
-        LlamaConfig(**_SHAPE, attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
+        LlamaConfig(
+            **_SHAPE,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=False,
+            rope_parameters={  # the one here that scales what it rotates
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 20,
+            },
+        )
     ),
     "llama-rope3": lambda: LlamaForCausalLM(
         LlamaConfig(

@@ -33,6 +33,21 @@ def test_the_trainers_model_is_left_alone(model):
     assert all(p.requires_grad for p in model.parameters())
 
 
+def test_what_is_loaded_is_a_copy(model):
+    engine = hf(model)
+    before = engine.hash()
+    with torch.no_grad():
+        kept = [p.clone() for p in model.parameters()]
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+        assert engine.hash() == before
+        engine.load(dict(model.named_parameters()), 1)
+        now = engine.hash()
+        for parameter, old in zip(model.parameters(), kept, strict=True):
+            parameter.copy_(old)
+    assert engine.hash() == now != before
+
+
 def test_generation_uses_a_cache_though_training_does_not(model):
     assert not model.config.use_cache
     engine = hf(model)

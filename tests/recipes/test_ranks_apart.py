@@ -1,0 +1,117 @@
+"""Processes that train together ask different prompts with different random numbers; an evaluation draws none.
+
+Ranks are numbers that collectors are given: no process is started.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from learners import STOP, Plain, options_of
+
+from rolecall.config.agents import AgentOptions
+from rolecall.config.parts import ChatOptions
+from rolecall.policy.load import load
+from rolecall.recipes.collect import Answers
+from rolecall.recipes.episodes import Arena, EpisodeEvaluator, Episodes
+from rolecall.rollout.agents.pool import LocalEnvs
+from rolecall.rollout.native import NativeEngine
+from rolecall.rollout.scripted import ScriptedEngine
+from rolecall.tasks.env import Move
+from rolecall.tasks.rows import ListRows
+from rolecall.train.timing import Timer
+from rolecall.types import Sampling
+
+ROWS = [{"prompt": f"{i:02d}:"} for i in range(24)]
+ALIKE = [{"prompt": "go:"}] * 24
+RANKS, PROMPTS = 3, 6
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return load("tiny")
+
+
+@pytest.fixture(scope="module")
+def engine(policy):
+    return NativeEngine(policy.model, policy.tokenizer, stop_ids=policy.stop_ids, context_length=policy.context_length)
+
+
+class Once:
+    """One question, one answer."""
+
+    players = ("agent",)
+
+    def reset(self, row, seed):
+        return Move(speaker="agent", messages={"agent": [{"role": "user", "content": row["prompt"]}]})
+
+    def step(self, message):
+        return Move(speaker="agent", rewards={"agent": 1.0}, done=True)
+
+
+def arena(policy, engine):
+    names = SimpleNamespace(names=(), score=lambda samples, state: [None] * len(samples), take_metrics=dict)
+    return Arena(
+        policy=policy, engine=engine, envs=LocalEnvs(Once), reward=names, options=AgentOptions(), chat=ChatOptions()
+    )
+
+
+def collectors(kind, policy, engine, rows, *, ranks=RANKS, **more):
+    """One for each rank, as the processes of a run would have them."""
+    settings = {name: more.pop(name) for name in list(more) if "." in name}
+    options = options_of(prompts=PROMPTS, samples=2, **{"sampling.max_new_tokens": 6}, **settings)
+    for rank in range(ranks):
+        place = {"rank": rank, "ranks": ranks}
+        if kind is Episodes:
+            yield Episodes(options, arena(policy, engine), rows=ListRows(rows), **place)
+        else:
+            parts = {"engine": engine, "reward": Plain(lambda s: 1.0), "rows": ListRows(rows), "timer": Timer()}
+            yield Answers(options, policy=policy, **parts, **place, **more)
+
+
+def silent():
+    return ScriptedEngine(lambda request, sample: (ord("a"), STOP), stop_ids=(STOP,))
+
+
+@pytest.mark.parametrize("kind", [Answers, Episodes])
+def test_ranks_share_out_what_one_process_would_ask(kind, policy):
+    (alone,) = collectors(kind, policy, silent(), ROWS, ranks=1)
+    together = list(collectors(kind, policy, silent(), ROWS))
+    for step in range(3):
+        whole = alone.collect(step)
+        parts = [collector.collect(step) for collector in together]
+        asked = [set(part.rows) for part in parts]
+        assert [len(rows) for rows in asked] == [PROMPTS // RANKS] * RANKS
+        assert set.union(*asked) == set(whole.rows), "nobody asks what another asks, and nothing is left out"
+        numbers = [{t.group for t in part.trajectories} for part in parts]
+        assert set.union(*numbers) == {t.group for t in whole.trajectories}
+
+
+def test_ranks_share_out_what_they_ask_in_place_of_flat_groups(policy):
+    """Every group is flat here, so each of two rounds asks for as many prompts again as there are."""
+    each = torch.full((RANKS,), float(PROMPTS // RANKS), dtype=torch.float64)
+    asked = []
+    for collector in collectors(Answers, policy, silent(), ROWS, all_sum=lambda x: each, **{"algorithm.resample": 2}):
+        ask = collector._ask
+        collector._ask = lambda chosen, *args, ask=ask, **more: asked.extend(chosen) or ask(chosen, *args, **more)
+        assert collector.collect(0).drawn.prompts == 2 * PROMPTS // RANKS
+    assert len(asked) == len(set(asked)) == 2 * PROMPTS
+
+
+@pytest.mark.parametrize("kind", [Answers, Episodes])
+def test_ranks_draw_different_answers_to_equal_prompts(kind, policy, engine):
+    """The first prompt of every rank has number 0 of its step: the seed alone tells them apart."""
+    parts = [collector.collect(0) for collector in collectors(kind, policy, engine, ALIKE)]
+    answers = [[t.ids for t in part.trajectories] for part in parts]
+    everything = [ids for part in answers for ids in part]
+    assert len(set(everything)) == len(everything) == 2 * PROMPTS
+    assert len({part.seed for part in parts}) == RANKS
+
+
+def test_an_evaluation_of_episodes_plays_what_is_likeliest_whatever_training_samples_with(policy, engine):
+    def said(**sampling):
+        how = {"rows": ListRows(ROWS[:3]), "sampling": Sampling(max_new_tokens=6, **sampling)}
+        return [EpisodeEvaluator(arena(policy, engine), **how, seed=seed).run().answers for seed in (0, 1)]
+
+    first, again = said()
+    assert first == again == said(temperature=0.0)[0]
