@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 PASSES, DIFFERS, NOT_OFFERED = "passes", "differs", "not offered"
 _CASES = Path(__file__).parent / "cases"
 _PLAIN = "terminal cacheprovider faulthandler warnings logging unraisableexception threadexception".split()
-_ARGUMENTS = ("-c", os.devnull, "--rootdir", str(_CASES), "--disable-plugin-autoload", "--capture=sys", str(_CASES))
+_SECTIONS = ("masks", "aggregation", "returns", "advantages", "kl", "losses")
+_FILES = tuple(str(_CASES / f"test_{section}.py") for section in _SECTIONS)
+_ARGUMENTS = ("-c", os.devnull, "--rootdir", str(_CASES), "--disable-plugin-autoload", "--capture=sys", *_FILES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
