@@ -121,6 +121,12 @@ COMMANDS = (
         run="rolecall.cli.push:run",
     ),
     Command(
+        name="conformance",
+        about="which cases of masks, returns, KL and losses a library passes",
+        options="rolecall.config.conformance:ConformanceOptions",
+        run="rolecall.cli.conformance:run",
+    ),
+    Command(
         name="env",
         about="versions and hardware, to paste into a bug report",
         options="rolecall.config.env:EnvOptions",

@@ -9,15 +9,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rolecall.conformance.load import load
+from rolecall.conformance.load import NAMES, load
 from rolecall.errors import UserError
 
 if TYPE_CHECKING:
     import pytest
 
-PASSES, DIFFERS, NOT_OFFERED = "passes", "differs", "not offered"
+OUTCOMES = PASSES, DIFFERS, NOT_OFFERED = "passes", "differs", "not offered"
 _CASES = Path(__file__).parent / "cases"
-_PLAIN = "terminal cacheprovider faulthandler warnings logging unraisableexception threadexception".split()
+_PLAIN = ["terminal", "cacheprovider", "faulthandler", "warnings", "logging", "unraisableexception", "threadexception"]
 _SECTIONS = ("masks", "aggregation", "returns", "advantages", "kl", "losses")
 _FILES = tuple(str(_CASES / f"test_{section}.py") for section in _SECTIONS)
 _ARGUMENTS = ("-c", os.devnull, "--rootdir", str(_CASES), "--disable-plugin-autoload", "--capture=sys", *_FILES)
@@ -55,12 +55,15 @@ class Report:
     idle_reasons: tuple[str, ...]
     """Cases that the adapter explains although nothing differs in this version."""
 
-    def count(self, outcome: str) -> int:
-        """Cases with this outcome."""
-        return sum(result.outcome == outcome for result in self.results)
+    not_offered: tuple[str, ...]
+    """Functions of the interface that the adapter lacks."""
+
+    def count(self, outcome: str, section: str | None = None) -> int:
+        """Cases with this outcome, in a section or in all."""
+        return sum(r.outcome == outcome and section in (None, r.section) for r in self.results)
 
 
-def run(name: str) -> Report:
+def run_cases(name: str) -> Report:
     """Run every case against the adapter of this name or file."""
     try:
         import pytest
@@ -84,6 +87,7 @@ def run(name: str) -> Report:
         versions={package: importlib.metadata.version(package) for package in dict.fromkeys(packages)},
         calls={key: (inspect.getdoc(f) or "").split("\n")[0] for key, f in adapter.functions.items()},
         results=tuple(collector.results),
+        not_offered=tuple(key for key in NAMES if key not in adapter.functions),
         idle_reasons=tuple(case for case in adapter.reasons if case not in collector.explained),
     )
 

@@ -15,7 +15,42 @@ import torch
 from torch import Tensor
 
 PACKAGES = ("openrlhf",)
-REASONS: dict[str, str] = {}
+_NAN = (
+    "robustness: it multiplies by the mask, and NaN * 0 is NaN; inputs must be replaced by `where` before arithmetic."
+)
+_EMPTY = (
+    "robustness: masked_mean divides 0 by 0; with the counts of the whole batch, which its trainer passes, aggregate_loss "
+    "gives 0."
+)
+_STEPS = (
+    "bug for answers with tool output inside: masked positions are walked through as steps of reward and value 0, so "
+    "what comes before a tool call bootstraps from 0 and every tool token discounts once more. t + 1 must be the next "
+    "position that the policy chose. Answers of one turn pass."
+)
+REASONS = {
+    "mean_of_nothing": "robustness: 0 / 0.",
+    "mean_ignores_rubbish": _NAN,
+    "whiten_ignores_rubbish": _NAN,
+    "aggregate_of_nothing": _EMPTY,
+    "aggregate_ignores_rubbish": _NAN,
+    "gae_walks_over_observations": _STEPS,
+    "gae_ignores_rubbish": _NAN,
+    "returns_walk_over_observations": _STEPS,
+    "returns_ignore_rubbish": _NAN,
+    "grpo_of_a_flat_group": "bug: in float32 the mean of equal scores is off in the last place, and that error is divided "
+    "by an std of the same size + 1e-9: eight answers that all score 0.7 get advantages of 0.92. Equal scores must be "
+    "found by comparing them.",
+    "kl_in_loss_gradient": "bug in the default: the gradient of k1 is that of log pi, whose mean over the policy is 0, so "
+    "the KL term does not pull at all. OpenRLHF prints the advice to take k2 or k3; k2 is right, k3 follows KL(reference "
+    "|| policy), and --algo.kl.unbiased_gradient is right with each.",
+    "kl_ignores_rubbish": "robustness: compute_approx_kl takes no mask, and masking its result later leaves 0 * NaN in "
+    "the gradient of the square.",
+    "policy_loss_of_nothing": _EMPTY,
+    "policy_loss_ignores_rubbish": _NAN,
+    "value_loss_ignores_rubbish": _NAN,
+    "entropy_of_forbidden_choices": "bug where logits are masked with -inf: it adds softmax * logits, and 0 * -inf is "
+    "NaN; p log p is 0 at p = 0.",
+}
 
 
 def _package(name: str, **members: Any) -> None:

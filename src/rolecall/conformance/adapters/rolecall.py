@@ -73,8 +73,10 @@ def policy_loss(
     dual_clip: float | None = None,
 ) -> Tensor:
     """maths.losses.ppo_clip"""
-    clip = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
-    return _token_mean(losses.ppo_clip(logprobs, old_logprobs, advantages, mask, **clip), mask)
+    loss = losses.ppo_clip(
+        logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+    )
+    return _token_mean(loss, mask)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None) -> Tensor:

@@ -15,7 +15,20 @@ from trl import GRPOTrainer
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 PACKAGES = ("trl",)
-REASONS: dict[str, str] = {}
+_NAN = (
+    "robustness: it multiplies by the mask, and NaN * 0 is NaN; inputs must be replaced by `where` before arithmetic."
+)
+REASONS = {
+    "aggregate_leaves_out_an_empty_row": "definition: it divides by all rows of the micro-batch, so an answer that is "
+    "masked out (mask_truncated_completions) makes the loss of the others smaller. A mean over sequences divides by "
+    "those that are in it; bnpo and dapo, which count tokens, pass.",
+    "aggregate_ignores_rubbish": _NAN,
+    "policy_loss_of_a_broken_record_is_finite": "robustness: exp of a log ratio is not bounded and overflows at 89 in "
+    "float32, so one bad record makes the loss inf; verl, OpenRLHF and rolecall clamp the log ratio to 20.",
+    "policy_loss_ignores_rubbish": _NAN,
+    "entropy_of_forbidden_choices": "bug where logits are masked with -inf: it adds p log p as 0 * -inf, which is NaN; "
+    "p log p is 0 at p = 0.",
+}
 _LOSS_TYPES = {
     "token-mean": "bnpo",
     "seq-mean-token-mean": "grpo",
@@ -72,8 +85,15 @@ def policy_loss(
     dual_clip: float | None = None,
 ) -> Tensor:
     """GRPOTrainer._compute_loss with loss_type dapo; dual clip is its delta"""
-    clip = {"epsilon_low": clip_low, "epsilon_high": clip_high, "delta": dual_clip}
-    return _loss(logprobs, old_logprobs, advantages, mask, **clip)
+    return _loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        mask,
+        epsilon_low=clip_low,
+        epsilon_high=clip_high,
+        delta=dual_clip,
+    )
 
 
 def entropy(logits: Tensor, mask: Tensor) -> Tensor:

@@ -12,7 +12,43 @@ from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
 PACKAGES = ("verl",)
-REASONS: dict[str, str] = {}
+_NAN = (
+    "robustness: it multiplies by the mask, and NaN * 0 is NaN; inputs must be replaced by `where` before arithmetic."
+)
+_LONE = (
+    "definition: the bare score is kept (mean 0, std 1), so a lone answer that scores 7 outweighs every group, whose "
+    "advantages lie near 1; without others there is no baseline, and 0 leaves out what cannot be compared."
+)
+_EMPTY = (
+    "robustness: 0 / 0 where the counts are those of the micro-batch itself; with the counts of the whole batch, which "
+    "verl's trainer passes, the result is 0."
+)
+REASONS = {
+    "whiten_one_position": "definition: it refuses a single position, since its variance divides by n - 1 = 0.",
+    "whiten_ignores_rubbish": "robustness: masked_var squares before it masks, and the result keeps NaN * 0 in its "
+    "gradient; inputs must be replaced before arithmetic.",
+    "aggregate_of_nothing": _EMPTY,
+    "aggregate_ignores_rubbish": "robustness: the sequence modes multiply by the mask, and NaN * 0 is NaN; the token "
+    "modes use `where` and pass.",
+    "gae_ignores_rubbish": _NAN,
+    "returns_ignore_rubbish": _NAN,
+    "grpo_of_a_flat_group": "bug: in float32 the mean of equal scores is off in the last place, and that error is divided "
+    "by an std of 0 + 1e-6: eight answers that all score 3.3 get advantages of 0.19. Equal scores must be found by "
+    "comparing them.",
+    "grpo_of_a_single_answer": _LONE,
+    "rloo_of_a_single_answer": _LONE,
+    "kl_in_loss_gradient": "bug in the default: by enumeration k3 as a loss follows the gradient of KL(reference || "
+    "policy), because E[(1 - exp(-x)) grad log pi] = - sum ref(a) grad log pi(a). Choose `k3+` or `k2`, which pass.",
+    "kl_ignores_rubbish": "robustness: kl_penalty takes no mask, and masking its result later leaves 0 * NaN in the "
+    "gradient of the square.",
+    "policy_loss_of_nothing": _EMPTY,
+    "value_loss_ignores_rubbish": "robustness: the value is masked by `where` after the square, whose gradient is then "
+    "0 * NaN.",
+    "importance_weights_equal_the_loop": "bug: if every weight of a batch is masked to 0, the effective sample size that "
+    "it logs divides by 0 and raises ZeroDivisionError.",
+    "entropy_of_forbidden_choices": "bug where logits are masked with -inf: it adds softmax * logits, and 0 * -inf is "
+    "NaN; p log p is 0 at p = 0.",
+}
 
 
 def answer_mask(ids: Tensor, *, stop_ids: Collection[int]) -> Tensor:
@@ -46,21 +82,16 @@ def aggregate(
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """core_algos.compute_gae_advantage_return; it whitens advantages itself, so returns - values stand for the raw ones"""
-    if mask.sum() < 2:
-        padding = torch.zeros(1, mask.shape[1], dtype=rewards.dtype)  # its whitening refuses a single position
-        more = (torch.cat([t, padding + c]) for t, c in ((rewards, 0), (values, 0), (mask, 1)))
-        _, returns = core_algos.compute_gae_advantage_return(*more, gamma, lam)
-        return returns[:-1] - values, returns[:-1]
-    _, returns = core_algos.compute_gae_advantage_return(rewards, values, mask.double(), gamma, lam)
+    more = _one_row_more(rewards, values, mask)
+    returns = core_algos.compute_gae_advantage_return(*more, gamma, lam)[1][:-1]
     return returns - values, returns
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
     """core_algos.compute_reinforce_plus_plus_outcome_advantage, its returns"""
     config: Any = SimpleNamespace(gamma=gamma)
-    row = torch.ones(1, mask.shape[1], dtype=rewards.dtype)  # its whitening, not looked at, refuses few positions
-    rewards, counts = torch.cat([rewards, row]), torch.cat([mask.to(rewards.dtype), row])
-    return core_algos.compute_reinforce_plus_plus_outcome_advantage(rewards, counts, config=config)[1][:-1]
+    more = _one_row_more(rewards, mask)
+    return core_algos.compute_reinforce_plus_plus_outcome_advantage(*more, config=config)[1][:-1]
 
 
 def grpo(scores: Tensor, groups: Tensor, *, scale: str | None = "group") -> Tensor:
@@ -139,3 +170,8 @@ def _of_answers(function: Any, scores: Tensor, groups: Tensor, **options: Any) -
     """verl takes rewards of tokens and gives advantages of tokens: answers of one token here."""
     rewards = scores[:, None]
     return function(rewards.clone(), torch.ones_like(rewards), np.asarray(groups), **options)[0][:, 0]
+
+
+def _one_row_more(*tensors: Tensor) -> list[Tensor]:
+    """With a row of ones: the whitening at the end of verl's returns, not looked at here, refuses one position alone."""
+    return [torch.cat([tensor.double(), torch.ones(1, tensor.shape[1]).double()]) for tensor in tensors]
