@@ -33,8 +33,8 @@ REASONS = {
     "gae_ignores_rubbish": _NAN,
     "returns_ignore_rubbish": _NAN,
     "grpo_of_a_flat_group": "bug: in float32 the mean of equal scores is off in the last place, and that error is divided "
-    "by an std of 0 + 1e-6: eight answers that all score 3.3 get advantages of 0.19. Equal scores must be found by "
-    "comparing them.",
+    "by an std of about 0 + 1e-6: eight answers that all score 0.7 get advantages of 0.056 instead of 0. Equal scores "
+    "must be found by comparing them.",
     "grpo_of_a_single_answer": _LONE,
     "rloo_of_a_single_answer": _LONE,
     "kl_in_loss_gradient": "bug in the default: by enumeration k3 as a loss follows the gradient of KL(reference || "
