@@ -36,7 +36,8 @@ def aggregate(
     sequences: int | None = None,
 ) -> Tensor:
     """maths.reduce.aggregate"""
-    return reduce.aggregate(x, mask, mode=mode, norm=norm, denominator=tokens if mode == "token-mean" else sequences)
+    count = tokens if mode == "token-mean" else sequences
+    return reduce.aggregate(x, mask, mode=mode, norm=norm, denominator=None if count is None else float(count))
 
 
 def kl_in_loss(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:

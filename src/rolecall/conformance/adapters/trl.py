@@ -114,7 +114,16 @@ def importance_weights(
 ) -> Tensor:
     """GRPOTrainer._generate_and_score_completions with use_vllm and vllm_importance_sampling_mode {level}_{kind}"""
     rows = len(mask)
-    generated = ([[0]] * rows, mask.tolist(), mask.tolist(), [""] * rows, behaviour_logprobs.tolist(), {}, None, None)
+    generated: Any = (
+        [[0]] * rows,
+        mask.tolist(),
+        mask.tolist(),
+        [""] * rows,
+        behaviour_logprobs.tolist(),
+        {},
+        None,
+        None,
+    )
     made = _generated(
         GRPOTrainer,
         generated,
@@ -186,7 +195,7 @@ def _advantages(trainer: Any, scores: Tensor, groups: Tensor, include: Tensor | 
     """Answers of one token each."""
     rewards = scores if include is None else torch.where(include, scores, torch.nan)
     rows, texts = [[0]] * len(scores), [""] * len(scores)
-    generated = (rows, rows, texts) if trainer is RLOOTrainer else (rows, rows, None, texts, None, {}, None, None)
+    generated: Any = (rows, rows, texts) if trainer is RLOOTrainer else (rows, rows, None, texts, None, {}, None, None)
     samples = len(groups) // len(groups.unique())
     logprobs = torch.zeros(len(scores), 1)
     return _generated(trainer, generated, rewards, samples, logprobs=logprobs, **settings)["advantages"]
@@ -201,7 +210,7 @@ def _generated(
             "_calculate_rewards": lambda *args: rewards[:, None],
             "_generate": lambda prompts: generated,
             "_get_per_token_logps_and_entropies": lambda *args, **options: (logprobs, None, None),
-            "_logs": defaultdict(list, rewards=defaultdict(list)),
+            "_logs": {name: [] for name in ("prompt", "completion", "advantages")},
             "_metrics": defaultdict(lambda: defaultdict(list)),
             "_pending_extra_logs": {},
             "_pending_metrics": {},
