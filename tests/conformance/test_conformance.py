@@ -193,3 +193,25 @@ def test_shipped_adapters_name_functions_and_cases_that_there_are(name, own):
     ]
     explained = {key.value for one in dicts for key in one.keys}
     assert explained <= {result.case.partition("[")[0] for result in own.results}
+
+
+def test_the_pages_adapter_runs(tmp_path):
+    """The adapter in the head of the page passes what it offers, but for the case whose reason it gives."""
+    (text,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    path = tmp_path / "my_adapters.py"
+    path.write_text(text)
+    report = run_cases(str(path))
+    differing = {result.case: result.reason for result in report.results if result.outcome == "differs"}
+    assert differing == {"mean_of_nothing": "definition: my trainer never makes an empty batch."}
+    assert report.count("passes") > 10
+    assert not report.idle_reasons
+
+
+def test_the_page_is_of_these_cases(own):
+    """A case that is added or renamed asks for the page to be written anew: python benchmarks/conformance.py."""
+    made = PAGE.read_text().partition("written by benchmarks/conformance.py -->")[2]
+    assert f"{len(own.results)} cases, with rolecall" in made
+    cases = re.findall(r"^\| `(\w+)`: (.*?) \| passes \|", made.partition("## Every case")[2], re.MULTILINE)
+    asked = {result.case.partition("[")[0]: result.about.replace("|", "\\|") for result in own.results}
+    assert dict(cases) == asked
+    assert re.search(r"trl \d.*verl \d.*openrlhf \d", made)

@@ -31,7 +31,7 @@ def close(got: object, expected: object, mask: Tensor | None = None) -> None:
         gap = torch.where(wrong, (have - want).abs().nan_to_num(torch.inf, posinf=torch.inf), -1.0)
         worst = tuple(int(i) for i in torch.unravel_index(gap.argmax(), gap.shape))
         where = f" at {'row ' if len(worst) == 1 else ''}{', '.join(map(str, worst))}" if want.numel() > 1 else ""
-        raise AssertionError(f"expected {want[worst]:.6g}{where}, got {have[worst]:.6g}")
+        raise AssertionError(f"expected {want[worst] + 0:.6g}{where}, got {have[worst]:.6g}")  # + 0: no "-0"
 
 
 def gradients(function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:

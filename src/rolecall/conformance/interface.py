@@ -54,7 +54,7 @@ class Interface(Protocol):
     ) -> Tensor:
         """Per-position losses as one number; `mode` is one of MODES.
 
-        token-mean: sum / positions that count. seq-mean-token-mean: mean over sequences of their means.
+        token-sum: the sum. token-mean: that / positions that count. seq-mean-token-mean: mean over sequences of their means.
         seq-mean-token-sum: mean over sequences of their sums; with -norm those sums are divided by the constant `norm`.
         Sequences without a position that counts are in no mean. If the rows are one piece of a larger batch, `tokens`
         and `sequences` count the whole batch, and the results of all pieces add up to that of the whole batch.

@@ -16,8 +16,8 @@ _NAN = (
     "robustness: it multiplies by the mask, and NaN * 0 is NaN; inputs must be replaced by `where` before arithmetic."
 )
 _LONE = (
-    "definition: the bare score is kept (mean 0, std 1), so a lone answer that scores 7 outweighs every group, whose "
-    "advantages lie near 1; without others there is no baseline, and 0 leaves out what cannot be compared."
+    "definition: the bare score is kept, which is REINFORCE without a baseline for that prompt, so a lone answer that "
+    "scores 7 outweighs whole groups; without others there is nothing to compare with, and 0 leaves it out."
 )
 _EMPTY = (
     "robustness: 0 / 0 where the counts are those of the micro-batch itself; with the counts of the whole batch, which "
@@ -25,8 +25,6 @@ _EMPTY = (
 )
 REASONS = {
     "whiten_one_position": "definition: it refuses a single position, since its variance divides by n - 1 = 0.",
-    "whiten_ignores_rubbish": "robustness: masked_var squares before it masks, and the result keeps NaN * 0 in its "
-    "gradient; inputs must be replaced before arithmetic.",
     "aggregate_of_nothing": _EMPTY,
     "aggregate_ignores_rubbish": "robustness: the sequence modes multiply by the mask, and NaN * 0 is NaN; the token "
     "modes use `where` and pass.",
@@ -44,7 +42,7 @@ REASONS = {
     "policy_loss_of_nothing": _EMPTY,
     "value_loss_ignores_rubbish": "robustness: the value is masked by `where` after the square, whose gradient is then "
     "0 * NaN.",
-    "importance_weights_equal_the_loop": "bug: if every weight of a batch is masked to 0, the effective sample size that "
+    "importance_weights_may_all_be_masked": "bug: if every weight of a batch is masked to 0, the effective sample size that "
     "it logs divides by 0 and raises ZeroDivisionError.",
     "entropy_of_forbidden_choices": "bug where logits are masked with -inf: it adds softmax * logits, and 0 * -inf is "
     "NaN; p log p is 0 at p = 0.",
