@@ -101,6 +101,9 @@ class _Collector:
         self._reasons = reasons
         self._about: dict[str, str] = {}
 
+    def pytest_configure(self, config: "pytest.Config") -> None:
+        config.option.tbstyle = "native"  # only a failure's first line is read; the long form takes most of the time
+
     def pytest_itemcollected(self, item: "pytest.Item") -> None:
         doc = inspect.getdoc(getattr(item, "obj", None)) or ""
         self._about[item.nodeid] = " ".join(doc.split("\n\n")[0].split())
