@@ -1,6 +1,6 @@
 """The options of `rolecall conformance`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -10,7 +10,7 @@ class ConformanceOptions:
     The exit code is 1 if something differs.
     """
 
-    adapter: str
+    adapter: str = field(metadata={"bare": True})
     """A Python file with functions of the library (docs/conformance.md says which), or one that ships: rolecall, trl,
     verl, openrlhf."""
     json: bool = False
