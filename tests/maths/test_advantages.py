@@ -4,9 +4,9 @@ import math
 from itertools import product
 
 import pytest
-import references_losses as reference
 import torch
 
+from rolecall.conformance import references_losses as reference
 from rolecall.maths import advantages
 
 SCORES = torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 4.0], dtype=torch.float64)

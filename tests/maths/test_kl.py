@@ -4,9 +4,9 @@ import dataclasses
 import math
 
 import pytest
-import references_losses as reference
 import torch
 
+from rolecall.conformance import references_losses as reference
 from rolecall.maths.kl import KINDS, MAX_LOG_RATIO, AdaptiveKL, FixedKL, bounded_exp, exact_kl, kl_estimate
 
 LOGITS = torch.tensor([0.3, -1.2, 2.0, 0.0, 0.7], dtype=torch.float64)

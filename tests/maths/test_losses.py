@@ -3,10 +3,10 @@
 import math
 
 import pytest
-import references_losses as reference
 import torch
 from loss_table import POLICY, gradient, random_inputs
 
+from rolecall.conformance import references_losses as reference
 from rolecall.maths import losses
 
 LOG2 = math.log(2)

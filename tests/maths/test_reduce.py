@@ -1,7 +1,7 @@
 import pytest
-import references
 import torch
 
+from rolecall.conformance import references
 from rolecall.maths.reduce import (
     MODES,
     aggregate,

@@ -1,11 +1,11 @@
 import pytest
-import references
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from masking import assert_rubbish_has_no_effect, padded
 from strategies import masked, masks, rubbish
 
+from rolecall.conformance import references
 from rolecall.maths.reduce import (
     MODES,
     aggregate,

@@ -1,7 +1,7 @@
 import pytest
-import references
 import torch
 
+from rolecall.conformance import references
 from rolecall.maths.returns import _BLOCK, discounted_returns, gae, nstep_targets, td_lambda_targets
 
 NAN, INF = float("nan"), float("inf")

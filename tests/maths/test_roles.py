@@ -1,9 +1,9 @@
 import random
 
 import pytest
-import references
 import torch
 
+from rolecall.conformance import references
 from rolecall.maths.returns import gae
 from rolecall.maths.roles import Role, TrainRule, Verdict, episode_roles, response_roles, roles_of_ids
 from rolecall.maths.shaping import place_scores, untrainable

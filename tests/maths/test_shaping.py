@@ -1,9 +1,9 @@
 import random
 
 import pytest
-import references
 import torch
 
+from rolecall.conformance import references
 from rolecall.maths.shaping import (
     clip_scores,
     last_eligible,

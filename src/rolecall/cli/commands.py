@@ -54,6 +54,7 @@ COMMANDS = (
     _command("play", "episodes of several turns, as a conversation or token by token", "PlayOptions"),
     _command("report", "a page to look at a run: curves, and answers token by token", "ReportOptions"),
     _command("push", "a run's model on the Hugging Face hub, with a card made from the run", "PushOptions"),
+    _command("conformance", "which cases of masks, returns, KL and losses a library passes", "ConformanceOptions"),
     _command("env", "versions and hardware, to paste into a bug report", "EnvOptions"),
 )
 

@@ -1,11 +1,15 @@
 """Advantages, KL and losses once more, as plain loops over Python floats: slow, obvious, and sharing no code."""
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
+
+Numbers = Sequence[float]
 
 
-def table(function, mask, *tensors):
+def table(function: Callable[..., float], mask: Tensor, *tensors: Tensor) -> Tensor:
     """function(row, t) at every position that counts, 0 elsewhere; `tensors` become nested lists handed to function."""
     rows = [tensor.tolist() for tensor in tensors]
     out = torch.zeros(mask.shape, dtype=torch.float64)
@@ -16,20 +20,20 @@ def table(function, mask, *tensors):
     return out
 
 
-def members(groups, include, i):
+def members(groups: Sequence[int], include: Sequence[bool], i: int) -> list[int]:
     return [j for j in range(len(groups)) if groups[j] == groups[i] and include[j]]
 
 
-def mean(xs):
+def mean(xs: Numbers) -> float:
     return math.fsum(xs) / len(xs)
 
 
-def spread(xs):
+def spread(xs: Numbers) -> float:
     """Unbiased standard deviation."""
     return math.sqrt(math.fsum((x - mean(xs)) ** 2 for x in xs) / (len(xs) - 1))
 
 
-def grpo(scores, groups, include, scale, eps):
+def grpo(scores: Numbers, groups: Sequence[int], include: Sequence[bool], scale: str | None, eps: float) -> list[float]:
     out = []
     for i, score in enumerate(scores):
         group = [scores[j] for j in members(groups, include, i)]
@@ -41,7 +45,7 @@ def grpo(scores, groups, include, scale, eps):
     return out
 
 
-def rloo(scores, groups, include):
+def rloo(scores: Numbers, groups: Sequence[int], include: Sequence[bool]) -> list[float]:
     out = []
     for i, score in enumerate(scores):
         others = [scores[j] for j in members(groups, include, i) if j != i]
@@ -49,7 +53,7 @@ def rloo(scores, groups, include):
     return out
 
 
-def opo(scores, lengths, groups, include):
+def opo(scores: Numbers, lengths: Sequence[int], groups: Sequence[int], include: Sequence[bool]) -> list[float]:
     out = []
     for i, score in enumerate(scores):
         group = members(groups, include, i)
@@ -61,7 +65,7 @@ def opo(scores, lengths, groups, include):
     return out
 
 
-def whiten(rows, mask, eps=1e-8):
+def whiten(rows: Sequence[Numbers], mask: Tensor, eps: float = 1e-8) -> Tensor:
     """(x - mean) / sqrt(biased variance + eps) over the positions that count, as a tensor."""
     xs = [x for row, keep in zip(rows, mask.tolist(), strict=True) for x, k in zip(row, keep, strict=True) if k]
     centre = mean(xs)
@@ -69,11 +73,12 @@ def whiten(rows, mask, eps=1e-8):
     return table(lambda x: (x - centre) / math.sqrt(variance + eps), mask, torch.tensor(rows, dtype=torch.float64))
 
 
-def returns(rewards, mask, gamma):
+def returns(rewards: Tensor, mask: Tensor, gamma: float) -> list[list[float]]:
     """Discounted sums over the positions that count, as nested lists."""
     out = []
     for row, counts in zip(rewards.tolist(), mask.tolist(), strict=True):
-        after, back = 0.0, []
+        after = 0.0
+        back: list[float] = []
         for reward, count in zip(reversed(row), reversed(counts), strict=True):
             after = reward + gamma * after if count else after
             back.append(after if count else 0.0)
@@ -81,7 +86,7 @@ def returns(rewards, mask, gamma):
     return out
 
 
-KL = {
+KL: dict[str, Callable[[float, float], float]] = {
     "k1": lambda p, q: p - q,
     "clamp": lambda p, q: max(p - q, 0.0),
     "k2": lambda p, q: (p - q) ** 2 / 2,
@@ -90,27 +95,27 @@ KL = {
 }
 
 
-def exact_kl(logits, ref_logits):
+def exact_kl(logits: Numbers, ref_logits: Numbers) -> float:
     p, q = softmax(logits), softmax(ref_logits)
     return math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
 
 
-def softmax(logits):
+def softmax(logits: Numbers) -> list[float]:
     top = max(logits)
     weights = [math.exp(x - top) for x in logits]
     return [w / math.fsum(weights) for w in weights]
 
 
-def clip(x, low, high):
+def clip(x: float, low: float, high: float) -> float:
     return min(max(x, low), high)
 
 
-def surrogate(rho, advantage, low, high, dual=None):
+def surrogate(rho: float, advantage: float, low: float, high: float, dual: float | None = None) -> float:
     loss = max(-advantage * rho, -advantage * clip(rho, 1 - low, 1 + high))
     return min(loss, -dual * advantage) if dual is not None and advantage < 0 else loss
 
 
-def sequence_log_ratios(logprobs, old, mask, *, reduce):
+def sequence_log_ratios(logprobs: Tensor, old: Tensor, mask: Tensor, *, reduce: str) -> Tensor:
     """`reduce` ("mean" or "sum") of the log ratios of each row's positions that count, at each position of the row."""
     out = []
     for p, q, counts in zip(logprobs.tolist(), old.tolist(), mask.tolist(), strict=True):
@@ -120,23 +125,23 @@ def sequence_log_ratios(logprobs, old, mask, *, reduce):
     return torch.tensor(out, dtype=torch.float64)
 
 
-def importance(log_ratio, kind, low, high):
+def importance(log_ratio: float, kind: str, low: float, high: float) -> float:
     weight = math.exp(log_ratio)
     if kind == "truncate":
         return clip(weight, low, high)
     return weight if low <= weight <= high else 0.0
 
 
-def value_loss(value, old, target, clip_range):
+def value_loss(value: float, old: float, target: float, clip_range: float | None) -> float:
     error = (value - target) ** 2
     if clip_range is not None:
         error = max(error, (clip(value, old - clip_range, old + clip_range) - target) ** 2)
     return error / 2
 
 
-def entropy(logits):
+def entropy(logits: Numbers) -> float:
     return -math.fsum(p * math.log(p) for p in softmax(logits) if p > 0)
 
 
-def log_sigmoid(x):
+def log_sigmoid(x: float) -> float:
     return -math.log1p(math.exp(-x)) if x > 0 else x - math.log1p(math.exp(x))
