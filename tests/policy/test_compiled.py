@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rolecall.policy import compiled
+from rolecall.policy.load import LoadError
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler here")
 
@@ -175,3 +176,13 @@ def test_every_file_is_c_for_every_target(path, target):
     ]
     done = subprocess.run([*command, str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_without_a_home_they_are_kept_in_the_temporary_directory(source, monkeypatch, caplog):
+    def homeless():
+        raise LoadError("user 54321 has no home directory")
+
+    monkeypatch.setattr(compiled, "cache_root", homeless)
+    assert answer(source) == 42
+    assert list((source.parent / "temporary").rglob("answer-*.so"))
+    assert caplog.records == []

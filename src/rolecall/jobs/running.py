@@ -20,6 +20,7 @@ from accelerate.state import AcceleratorState
 
 from rolecall.config.merge import to_dict
 from rolecall.config.parts import OptimOptions, RunOptions
+from rolecall.config.preflight import check_address_space
 from rolecall.errors import UserError
 from rolecall.files import DiskError, write_atomically
 from rolecall.jobs.notebook import spoken
@@ -167,6 +168,7 @@ def execute(
         options = replace(options, steps=options.steps + options.extend, **passes)
     if progress is None:
         progress = Quiet() if options.quiet else spoken()
+    check_address_space()
     accelerator = _accelerator(options)
     if not accelerator.is_main_process:
         progress = Quiet()
