@@ -195,7 +195,7 @@ def test_kl_in_the_reward_reaches_advantages_and_kl_in_the_loss_is_a_term():
         eligible = in_reward.rule.eligible(first.batch.roles)
         expected = need(first.batch.scores) - 0.5 * torch.where(eligible, first.kl, 0).sum(dim=1)
         torch.testing.assert_close(need(first.batch.rewards).sum(dim=1), expected.float())
-        torch.testing.assert_close(need(second.batch.rewards).sum(dim=1), need(second.batch.scores))
+        torch.testing.assert_close(need(second.batch.rewards).sum(dim=1), need(second.batch.scores).float())
         assert first.kl.abs().max() > 0.01
         assert not torch.allclose(need(first.batch.advantages), need(second.batch.advantages)), name
         with_term = in_loss.update(second)[0].result.terms
