@@ -272,7 +272,9 @@ def test_returns_come_from_raw_advantages():
     torch.nn.init.normal_(learner.module.value_head.weight, generator=torch.Generator().manual_seed(1))
     batch = learner.collect(0).batch
     mask = trained(batch)
-    torch.testing.assert_close(batch.returns[mask], batch.scores.float()[:, None].expand_as(mask)[mask], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        batch.returns[mask], batch.scores.float()[:, None].expand_as(mask)[mask], rtol=1e-4, atol=1e-4
+    )
     kept = batch.advantages[mask]
     assert abs(kept.mean()) < 1e-4
     assert kept.std(correction=0) == pytest.approx(1.0, rel=1e-3)
