@@ -438,6 +438,19 @@ def test_a_torn_file_is_named_in_one_sentence(tmp_path, spoil):
     with pytest.raises(StoreError, match=r"rollouts\.parquet is not a whole Parquet file") as caught:
         read_rollouts(path)
     assert "\n" not in str(caught.value)
+    assert "remove" not in str(caught.value)
+
+
+def test_a_read_for_which_memory_is_short_says_nothing_about_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "rollouts.parquet"
+    write_two(path)
+
+    def refuse(*_, **__):
+        raise pa.ArrowMemoryError("malloc of size 640 failed")
+
+    monkeypatch.setattr(pq, "ParquetFile", refuse)
+    with pytest.raises(MemoryError):
+        read_rollouts(path)
 
 
 def test_a_flipped_bit_in_the_data_is_noticed(tmp_path):

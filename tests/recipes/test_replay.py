@@ -250,7 +250,7 @@ def test_advantages_are_separate_unless_joint_and_joint_compares_answers_to_one_
             mine = torch.tensor([k == key for k in keys])
             scores = joined.scores[mine]
             expected = (scores - scores.mean()) / (scores.std() + 1e-4)
-            torch.testing.assert_close(advantages[mine], expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(advantages[mine], expected.float(), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(
             rollout.batch.advantages, joined.advantages[: len(rollout.batch), : rollout.batch.ids.shape[1]]
         )

@@ -195,8 +195,8 @@ def test_kl_in_the_reward_reaches_advantages_and_kl_in_the_loss_is_a_term():
         first, second = in_reward.collect(0), in_loss.collect(0)
         eligible = in_reward.rule.eligible(first.batch.roles)
         expected = need(first.batch.scores) - 0.5 * torch.where(eligible, first.kl, 0).sum(dim=1)
-        torch.testing.assert_close(need(first.batch.rewards).sum(dim=1), expected)
-        torch.testing.assert_close(need(second.batch.rewards).sum(dim=1), need(second.batch.scores))
+        torch.testing.assert_close(need(first.batch.rewards).sum(dim=1), expected.float())
+        torch.testing.assert_close(need(second.batch.rewards).sum(dim=1), need(second.batch.scores).float())
         assert first.kl.abs().max() > 0.01
         assert not torch.allclose(need(first.batch.advantages), need(second.batch.advantages)), name
         with_term = in_loss.update(second)[0].result.terms
@@ -273,7 +273,9 @@ def test_returns_come_from_raw_advantages():
     torch.nn.init.normal_(learner.module.value_head.weight, generator=torch.Generator().manual_seed(1))
     batch = learner.collect(0).batch
     mask = trained(batch)
-    torch.testing.assert_close(batch.returns[mask], batch.scores[:, None].expand_as(mask)[mask], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        batch.returns[mask], batch.scores.float()[:, None].expand_as(mask)[mask], rtol=1e-4, atol=1e-4
+    )
     kept = batch.advantages[mask]
     assert abs(kept.mean()) < 1e-4
     assert kept.std(correction=0) == pytest.approx(1.0, rel=1e-3)

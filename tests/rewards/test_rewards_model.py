@@ -120,7 +120,7 @@ def test_a_score_that_is_not_finite_is_a_failure(model):
     with torch.no_grad():
         model.head.weight[0, 0] = nan
     (failed,) = RewardModelReward(model).score([Sample(prompt="what ", completion="good")])
-    assert failed.failure == "reward `reward_model` failed on prompt 0 sample 0: its score is nan"
+    assert failed.failure == "reward `reward_model` failed on prompt 0 sample 0: its score is nan, which is not finite"
 
 
 def test_offset_and_weight(model):

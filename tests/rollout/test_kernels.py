@@ -131,13 +131,14 @@ def test_answers_with_and_without_kernels(family, dtype, monkeypatch):
 def test_without_a_compiler_the_torch_path_is_used_with_one_line(monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
     compiled.library.cache_clear()
+    compiled._fall_back.cache_clear()
     try:
         with caplog.at_level("INFO", logger="rolecall"):
             assert kernels_for(torch.float32) is None
             assert kernels_for(torch.bfloat16) is None
-        assert [r.message for r in caplog.records] == [
-            "no C compiler found: going on without compiled kernels, which is slower"
-        ]
+        (line,) = [r.getMessage() for r in caplog.records]
+        assert "no C compiler" in line
+        assert "1.4 to 1.8 times as long" in line
     finally:
         compiled.library.cache_clear()
 

@@ -243,6 +243,8 @@ OTHERS = {
     "another machine": ({"boot": "another", "host": "far"}, "on far; if that is gone, delete .lock"),
     "another container": ({"pids": "pid:[1]", "host": "box"}, r"in another container \(box\)"),
     "no such process": ({"pid": 2**22 + 1}, None),
+    "a number that no process has": ({"pid": 10**30, "start": None}, None),
+    "no number of a process": ({"pid": 1e30, "start": None}, None),
 }
 
 

@@ -17,6 +17,8 @@ from rolecall.cli.commands import COMMANDS, Command, imported
 from rolecall.errors import UserError
 
 _ERROR, _USAGE, _INTERRUPTED = 1, 2, 130
+_LIGHT = ("env", "push", "report")
+"""Commands that load no model."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,15 +55,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _ERROR
-    except Exception:
+    except Exception as error:
+        if (why := _system_refused(error)) is not None:
+            _say(why, command)
+            if argv is None:  # libraries that were refused memory may crash as they are unloaded
+                sys.stdout.flush()
+                os._exit(_ERROR)
+            return _ERROR
         traceback.print_exc()
         _say("this is a bug; please report it with the lines above and what `rolecall env` prints", command)
         return _ERROR
 
 
+def _system_refused(error: Exception) -> str | None:
+    """A sentence for what the machine does not give; None if the error is about something else."""
+    text = str(error)
+    if isinstance(error, MemoryError) or "allocate memory" in text or "failed to map segment" in text:
+        return "out of memory; give the process more, or choose a smaller model, batch or context"
+    if isinstance(error, RuntimeError) and "home directory" in text:
+        return f"user {os.geteuid()} has no home directory, so a path cannot begin with ~; write it out, or set HOME"
+    return None
+
+
 def _run(command: Command, words: Sequence[str]) -> int:
     from rolecall.config.flags import parse
-    from rolecall.config.preflight import check_paths
+    from rolecall.config.preflight import check_address_space, check_paths
     from rolecall.config.resume import rewritten
     from rolecall.config.schema import schema
 
@@ -83,6 +101,8 @@ def _run(command: Command, words: Sequence[str]) -> int:
             print(f"\n{imported(command.plan)(resolved.options)}")
         return 0
     check_paths(resolved.options)
+    if command.name not in _LIGHT:
+        check_address_space()
     result = imported(command.run)(resolved.options)
     return int(result) if isinstance(result, int) and not isinstance(result, bool) else 0
 

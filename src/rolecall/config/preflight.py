@@ -1,5 +1,6 @@
 """Files and folders that options name, looked for before anything heavy is imported."""
 
+import resource
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
@@ -13,7 +14,23 @@ _MODELS = ("model", "against", "critic_from")
 _ROWS = ("rows", "data")
 _REWARDS = ("reward", "judge")
 _RUNS = ("from_run", "run")
+_ADDRESS_SPACE = 2 << 30
+"""Runs of `tiny` end well from about 1.5 GiB on; threads take more on machines with more cores."""
 _DATA = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".txt")
+
+
+def check_address_space() -> None:
+    """Raise, in one sentence, if the process may not have the memory that torch needs to be loaded and used.
+
+    Below it not every end can be a sentence: where a new thread gets no memory for its own variables the C library ends
+    the process, and libraries that were refused memory crash as they are unloaded.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < _ADDRESS_SPACE:
+        raise UserError(
+            f"a process has {limit / 2**30:.1f} GiB of address space here (ulimit -v) and needs {_ADDRESS_SPACE >> 30} GiB "
+            "for the smallest model; raise the limit, or start in a shell without one"
+        )
 
 
 def check_paths(options: Any) -> None:

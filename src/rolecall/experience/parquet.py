@@ -83,8 +83,11 @@ def read_table(path: Path, form: Format) -> tuple[pa.Table, dict[str, str]]:
     except (pa.ArrowException, OSError) as error:
         if getattr(error, "errno", None) is not None:  # the system's own: not there, not allowed
             raise
+        if isinstance(error, MemoryError):  # says nothing about the file
+            raise
         raise StoreError(
-            f"{path} is not a whole Parquet file ({str(error).splitlines()[0]}); remove it, or bring back a copy"
+            f"{path} is not a whole Parquet file, or there is too little memory to read it "
+            f"({str(error).splitlines()[0]}); if it is damaged, bring back a copy"
         ) from error
     facts = _facts(table)
     if facts.get("schema") != form.name or not facts.get("schema_version", "").isdecimal():

@@ -270,7 +270,8 @@ def check_prompts(rows: Rows, policy: LoadedModel, chat: ChatOptions) -> None:
         if (
             isinstance(prompt, str)
             and prompt
-            and len(prompt.encode(errors="replace")) + _SPARE_TOKENS < policy.context_length
+            and len(prompt.encode(errors="surrogatepass")) + _SPARE_TOKENS < policy.context_length
+            and not any("\ud800" <= character <= "\udfff" for character in prompt)
             and not row.get("tools")
             and not row.get("chat_template_kwargs")
         ):

@@ -19,6 +19,7 @@ from accelerate.utils import InitProcessGroupKwargs
 
 from rolecall.config.merge import to_dict
 from rolecall.config.parts import OptimOptions, RunOptions
+from rolecall.config.preflight import check_address_space
 from rolecall.errors import UserError
 from rolecall.files import TMP_MARK, DiskError, fsync_path
 from rolecall.jobs.notebook import spoken
@@ -165,6 +166,7 @@ def execute(
         options = replace(options, steps=options.steps + options.extend, **passes)
     if progress is None:
         progress = Quiet() if options.quiet else spoken()
+    check_address_space()
     before = open_sockets()
     accelerator = _accelerator(options)
     peers = Peers(

@@ -118,7 +118,10 @@ def save_model(model: PreTrainedModel, directory: str | Path) -> None:
 
 def cache_root(cache_dir: str | Path | None = None) -> Path:
     """Where converted models are kept: the given directory, else $ROLECALL_CACHE, else ~/.cache/rolecall."""
-    return Path(cache_dir or os.environ.get("ROLECALL_CACHE") or "~/.cache/rolecall").expanduser()
+    try:
+        return Path(cache_dir or os.environ.get("ROLECALL_CACHE") or "~/.cache/rolecall").expanduser()
+    except RuntimeError as error:
+        raise LoadError(f"user {os.geteuid()} has no home directory; set ROLECALL_CACHE, or HOME") from error
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

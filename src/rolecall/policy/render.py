@@ -276,6 +276,7 @@ class _Template:
 
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of a rendered text and the span of characters each stands for."""
+        _check_unicode(text)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return encoded["input_ids"], encoded["offset_mapping"]
 
@@ -398,12 +399,22 @@ def _render_texts(
 
 def _encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """Ids of a plain text with the tokenizer's own start token, but without an end token: the text goes on."""
+    _check_unicode(text)
     # Who needs the ids to fit says so in a sentence of its own; the tokenizer's warning would come before it.
     ids = list(tokenizer(text, verbose=False)["input_ids"])
     bare = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     while ids and ids[-1] == tokenizer.eos_token_id and ids[-len(bare) :] != bare:
         ids.pop()
     return tuple(ids)
+
+
+def _check_unicode(text: str) -> None:
+    """Raise ValueError for what JSON and Python can hold and no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(text[error.start]):04X}"
+        raise ValueError(f"it holds {half}, half of a surrogate pair, which is not valid Unicode") from error
 
 
 def _new_sample(template: _Template, text: str, ids_so_far: Sequence[int], roles_so_far: Sequence[int]) -> Rendered:

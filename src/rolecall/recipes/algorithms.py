@@ -206,12 +206,22 @@ def regularisers(o: AlgorithmOptions, knobs: Knobs, out: Outputs, batch: Batch) 
 
 
 def worth(o: AlgorithmOptions, batch: Batch) -> Tensor:
-    """[batch] what each answer is worth: its score and, with the KL in the reward, less the KL of all its positions."""
+    """[batch] what each answer is worth: its score and, with the KL in the reward, less the KL of all its positions.
+
+    In float64, unless float32 holds the scores exactly and their squares too, as it does for whole numbers and halves.
+    """
     scores = need(batch.scores)
+    if bool(((scores.float() == scores) | scores.isnan()).all()) and not large(scores):
+        scores = scores.float()
     if not (o.kl_coef and o.kl_in == "reward"):
         return scores
     placed = steps(o, batch).any(dim=1) & scored(batch)
     return torch.where(placed, need(batch.rewards).sum(dim=1), scores)
+
+
+def large(x: Tensor) -> bool:
+    """Whether sums of squares may be too large for float32."""
+    return bool((x.abs() > 1e15).any())
 
 
 def steps(o: AlgorithmOptions, batch: Batch) -> Tensor:
@@ -227,6 +237,8 @@ def moments(x: Tensor, mask: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor]:
 
 def whiten(x: Tensor, mask: Tensor, knobs: Knobs) -> Tensor:
     """Unit variance over all ranks, and zero mean."""
+    x = torch.where(mask, x, 0)
+    x = x.double() if large(x) else x
     return masked_whiten(x, mask, moments=moments(x, mask, knobs))
 
 

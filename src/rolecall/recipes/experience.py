@@ -121,7 +121,7 @@ def compared(batch: Batch, joined: Joined, algorithm: Algorithm) -> Batch:
     made = algorithm.advantage(joined.batch(batch))
     advantages, returns = made if isinstance(made, tuple) else (made, None)
     width = batch.ids.shape[1]
-    advantages = joined.split(advantages, width)
+    advantages = joined.split(advantages.to(torch.get_default_dtype()), width)
     if advantages.dim() == 1:
         advantages = torch.where(trained(batch), advantages[:, None], 0)
     return dataclasses.replace(

@@ -157,12 +157,12 @@ class ExpertIterationLearner:
     def _measure_round(self, found: Round) -> None:
         meter, kept = self._meter, set(found.kept)
         totals = [s.total for group in found.groups for s in group.scored]
-        scores = torch.tensor([float("nan") if t is None else t for t in totals])
+        scores = torch.tensor([float("nan") if t is None else t for t in totals], dtype=torch.float64)
         lengths = torch.tensor([float(len(c.ids)) for group in found.groups for c in group.completions])
         meter.mean("reward", scores, ~scores.isnan())
         for name in found.groups[0].scored[0].scores:
             part = [s.scores.get(name) for group in found.groups for s in group.scored]
-            held = torch.tensor([float("nan") if x is None else x for x in part])
+            held = torch.tensor([float("nan") if x is None else x for x in part], dtype=torch.float64)
             meter.mean(f"rewards/{name}/mean", held, ~held.isnan())
         meter.mean("rewards/failed", scores.isnan().float())
         meter.total("kept/answers", float(len(kept)))

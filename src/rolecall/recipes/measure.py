@@ -33,7 +33,7 @@ def measure_rollout(meter: Meter, rollout: Rollout, *, rule: TrainRule) -> None:
     meter.mean("reward", scores, include)
     meter.mean("reward_squared", scores.square(), include)
     for name in scored[0].scores:
-        part = torch.tensor([_or_nan(s.scores.get(name)) for s in scored])
+        part = torch.tensor([_or_nan(s.scores.get(name)) for s in scored], dtype=torch.float64)
         meter.mean(f"rewards/{name}/mean", part, ~part.isnan())
         meter.mean(f"rewards/{name}/squared", part.square(), ~part.isnan())
     meter.mean("rewards/failed", torch.tensor([float(s.failure is not None) for s in scored]))

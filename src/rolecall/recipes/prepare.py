@@ -217,7 +217,7 @@ class Preparer:
         assert batch.scores is not None
         in_reward = kl if self.options.algorithm.kl_in == "reward" else None
         rewards = shaping.shape_rewards(
-            joined.first(torch.where(batch.scores.isnan(), 0, batch.scores)),
+            joined.first(torch.where(batch.scores.isnan(), 0, batch.scores)).to(torch.get_default_dtype()),
             None if in_reward is None else joined.join(in_reward),
             joined.join(eligible),
             kl_coef=knobs.kl_coef,
@@ -239,7 +239,7 @@ class Preparer:
 
 
 def _or_nan(scores: Sequence[float | None]) -> Tensor:
-    return torch.tensor([float("nan") if score is None else score for score in scores])
+    return torch.tensor([float("nan") if score is None else score for score in scores], dtype=torch.float64)
 
 
 def _recorded(batch: Batch, eligible: Tensor) -> tuple[Batch, Tensor]:

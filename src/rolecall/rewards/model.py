@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from rolecall.errors import out_of_range
 from rolecall.policy.heads import RewardModel
 from rolecall.policy.load import Dtype, LoadError
 from rolecall.policy.packing import micro_batches, right_padded
@@ -177,9 +178,9 @@ class RewardModelReward:
         return ids or "it has no tokens to read a score from"
 
     def _scored(self, sample: Sample, score: float | str) -> Scored:
-        if isinstance(score, float) and isfinite(score):
+        if isinstance(score, float) and not out_of_range(self.weight * score):
             return Scored(scores={self.name: score}, total=self.weight * score)
-        why = score if isinstance(score, str) else f"its score is {score}"
+        why = score if isinstance(score, str) else f"its score is {score}, which {out_of_range(self.weight * score)}"
         failure = f"reward `{self.name}` failed on {sample.place}: {why}"
         return Scored(scores={self.name: None}, total=None, failure=failure)
 

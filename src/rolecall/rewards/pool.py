@@ -11,6 +11,7 @@ from multiprocessing.connection import wait
 from time import monotonic, sleep
 from typing import Any, Self
 
+from rolecall.errors import out_of_range
 from rolecall.rewards.calling import no_column
 from rolecall.rewards.processes import Gone, Worker
 from rolecall.rewards.records import RewardError, Sample, Scored, trainer_state
@@ -303,6 +304,10 @@ class RewardPool:
             if index in this.failures[function]
         ]
         there = [w * s for w, s in zip(self.weights, scores.values(), strict=True) if s is not None]
+        if there and not failed and (why := out_of_range(sum(there))):
+            failed = [
+                f"the weighted rewards {', '.join(self.names)} add up to {sum(there)} on {sample.place}, which {why}"
+            ]
         return Scored(
             scores=scores,
             total=sum(there) if there and not failed else None,

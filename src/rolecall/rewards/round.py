@@ -7,9 +7,9 @@ import pickle
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any, Literal
 
+from rolecall.errors import out_of_range
 from rolecall.rewards.records import RewardError, Sample, WrongCount
 
 _GIVE_UP = 8
@@ -170,8 +170,8 @@ class Round:
     def _record(self, function: int, index: int, value: Any) -> None:
         if isinstance(value, dict):
             self._fail(function, index, f"it returned {value['bad']}, which is no number")
-        elif value is not None and not isfinite(value):
-            self._fail(function, index, f"it returned {value}, which is not finite")
+        elif value is not None and (why := out_of_range(value)):
+            self._fail(function, index, f"it returned {value}, which {why}")
         else:
             self.values[function][index] = None if value is None else float(value)
 

@@ -106,10 +106,10 @@ static inline __m512 vector_bf16(const bf16 *p) {
 REGISTERS(f32)
 REGISTERS(bf16)
 #else
-#define scores_f32 plain_scores_f32
-#define scores_bf16 plain_scores_bf16
-#define mix_f32 plain_mix_f32
-#define mix_bf16 plain_mix_bf16
+#define scores_f32(q, keys, n, m, width, score, ahead) plain_scores_f32(q, keys, n, m, width, score)
+#define scores_bf16(q, keys, n, m, width, score, ahead) plain_scores_bf16(q, keys, n, m, width, score)
+#define mix_f32(score, values, n, m, width, sum, ahead) plain_mix_f32(score, values, n, m, width, sum)
+#define mix_bf16(score, values, n, m, width, sum, ahead) plain_mix_bf16(score, values, n, m, width, sum)
 #endif
 
 #define KERNELS(T, get, put)                                                                                           \

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, Protocol
 
-from rolecall.errors import UserError
+from rolecall.errors import UserError, out_of_range
 
 Message = Mapping[str, Any]
 """A message with "role" and "content". An "author" says who wrote it where the role does not (a memory, say)."""
@@ -218,9 +218,9 @@ def _messages(said: Any, where: str, what: str = "messages") -> list[dict[str, A
 def _number(value: Any, where: str, what: str) -> float:
     if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
         found = float(value)
-        if isfinite(found):
+        if (why := out_of_range(found)) is None:
             return found
-        raise BadReply(f"{where} returned the {what} {found}, which is not finite")
+        raise BadReply(f"{where} returned the {what} {found}, which {why}")
     raise BadReply(f"{where} returned {_short(value)} as {what}, which is no number")
 
 

@@ -243,6 +243,8 @@ def _parquet(paths: Sequence[Path]) -> Any:
         return pyarrow.concat_tables(
             [pyarrow.parquet.ParquetFile(path).read() for path in paths], promote_options="default"
         )
+    except MemoryError:  # some of Arrow's exceptions are
+        raise
     except pyarrow.ArrowException as error:
         raise RowError(f"{', '.join(map(str, paths))} cannot be read as Parquet: {_first_line(error)}") from error
 
@@ -254,6 +256,8 @@ def _arrow(paths: Sequence[Path]) -> Any:
         return pyarrow.concat_tables(
             [pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all() for path in paths]
         )
+    except MemoryError:
+        raise
     except (pyarrow.ArrowException, OSError) as error:
         raise RowError(f"{', '.join(map(str, paths))} cannot be read as Arrow: {_first_line(error)}") from error
 

@@ -122,9 +122,10 @@ def _link_of(path: str) -> str:
 def _read(path: Path) -> Holder | None:
     """Who holds the lock; None if nobody does or the file says nothing that can be understood."""
     try:
-        return Holder(**json.loads(path.read_text(encoding="utf-8")))
+        found = Holder(**json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):
         return None
+    return found if isinstance(found.pid, int) and 0 < found.pid < 2**31 else None
 
 
 @contextmanager
