@@ -17,9 +17,6 @@ from rolecall.train.rundir import RunDir
 from rolecall.train.signals import StopSignals
 from rolecall.train.timing import Timer
 
-_TRIAL = 5
-"""Of a run with fewer steps nobody expects that it learns."""
-
 
 class Learner(Protocol):
     """Something that learns in steps."""
@@ -146,8 +143,8 @@ class Loop:
         self._saved = start or None
         with StopSignals() as stop:
             if start >= self.options.steps:
-                if (self._idle or 0) >= _TRIAL:
-                    return self._end(start, ExitCode.ERROR, f"nothing trained in the {start} steps of this run")
+                if self._idle:
+                    return self._end(start, ExitCode.ERROR, f"nothing has trained in the {_steps(start)} of this run")
                 return self._end(start, ExitCode.DONE, f"all {start} steps are done already; `--steps +N` adds more")
             self.progress.begin(title, start=start, steps=self.options.steps)
             try:
@@ -184,7 +181,7 @@ class Loop:
                 improved = self.best_step == step
                 reached = o.stop_at is not None and score is not None and self._reaches(score, o.stop_at)
             if error is None and not reached:
-                error = self._untrained(step)
+                error = self._untrained(over=step == o.steps)
             asked = self._asked(stop)
             last = bool(asked) or error is not None or reached or step == o.steps
             if last or improved or (o.save_every and step % o.save_every == 0):
@@ -266,16 +263,13 @@ class Loop:
         why = getattr(self.learner, "unscored", None) or "every reward failed"
         return f"no answer of step {step} could be scored: {why}"
 
-    def _untrained(self, step: int) -> str | None:
-        """The error if nothing has ever trained, once the run has gone on like that for long or is over.
-
-        That a handful of steps happen to be flat is no error: a short run is a trial.
-        """
-        o, idle = self.options, self._idle or 0
-        if idle < _TRIAL or (idle < o.idle_steps and step < o.steps):
+    def _untrained(self, *, over: bool) -> str | None:
+        """The error if nothing has ever trained, once the run has gone on like that for long or is over."""
+        idle = self._idle or 0
+        if not idle or not (over or idle >= self.options.idle_steps):
             return None
         why = "; ".join(self.learner.explain().splitlines()[1:]) or "every gradient was 0 or not finite"
-        return f"nothing has trained in {idle} steps: {why}"
+        return f"nothing has trained in {_steps(idle)}: {why}"
 
     def _asked(self, stop: StopSignals) -> Asked:
         own = Asked.NOTHING
@@ -294,7 +288,10 @@ class Loop:
             return self._end(step, code, saved)
         if asked is Asked.CALLBACK_FAILED:
             return self._end(step, ExitCode.ERROR, f"{self.callbacks.failed or 'a callback failed'}; {saved}")
-        return self._end(step, ExitCode.DONE, f"stopped at step {step} by {self.callbacks.stopped or 'a callback'}")
+        reason, untrained = f"stopped at step {step} by {self.callbacks.stopped or 'a callback'}", self._untrained(over=True)
+        if untrained is not None:
+            return self._end(step, ExitCode.ERROR, f"{reason}; {untrained}")
+        return self._end(step, ExitCode.DONE, reason)
 
     def _beats(self, score: float, other: float) -> bool:
         return score < other if self.options.lower else score > other
@@ -340,3 +337,7 @@ class Loop:
 def _trained(metrics: Mapping[str, float]) -> bool:
     """Whether an optimiser step was taken with a gradient that is not 0. A learner that logs neither has no optimiser."""
     return metrics.get("optimizer_steps", 1.0) > 0 and 0 < metrics.get("grad_norm", 1.0) < inf
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' if count > 1 else ''}"
