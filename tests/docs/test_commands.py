@@ -77,7 +77,9 @@ def place(tmp_path_factory):
             **short,
             **how,
         )
-        rolecall.rl(model="runs/sft-1", env="guessing", algorithm={"entropy_coef": 0.01}, out="runs/guess", **short, **how)
+        rolecall.rl(
+            model="runs/sft-1", env="guessing", algorithm={"entropy_coef": 0.01}, out="runs/guess", **short, **how
+        )
         rolecall.marl(env="climbing", algo="ippo", out="runs/marl-1", **how)
         for name in ("start", "sft"):
             shutil.copytree("runs/sft-1", f"runs/{name}")

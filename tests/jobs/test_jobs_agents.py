@@ -244,7 +244,9 @@ def test_a_run_whose_episodes_all_break_in_reset_ends_with_the_reason(tmp_path):
 
 
 def test_both_sides_of_self_play_are_in_one_group(tmp_path):
-    run = rolecall.rl(env="kuhn", out=str(tmp_path / "run"), **{**SHORT, **SPREAD, "steps": 1, "algorithm.scale": "none"})
+    run = rolecall.rl(
+        env="kuhn", out=str(tmp_path / "run"), **{**SHORT, **SPREAD, "steps": 1, "algorithm.scale": "none"}
+    )
     rollouts = read_rollouts(run.path / "rollouts" / "step-000001.parquet")
     assert {t.agent for t in rollouts.trajectories} <= {"first", "second"}
     for t in rollouts.trajectories:

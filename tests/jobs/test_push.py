@@ -30,7 +30,14 @@ OTHERS = {
     "sft": {"rows": ROWS, "batch": 2, "epochs": 1},
     "rm": {"rows": TASK, "batch": 2, "steps": 1, "eval": {"every": 1, "rows": 4}},
     "dpo": {"rows": TASK, "batch": 2, "steps": 1},
-    "expert-iteration": {"rows": TASK, "keep": "best", "prompts": 2, "samples": 2, "steps": 1, "sampling.max_new_tokens": 2},
+    "expert-iteration": {
+        "rows": TASK,
+        "keep": "best",
+        "prompts": 2,
+        "samples": 2,
+        "steps": 1,
+        "sampling.max_new_tokens": 2,
+    },
     "marl": {"env": "climbing", "algo": "ippo", "steps": 1},
 }
 
@@ -123,7 +130,9 @@ def test_every_kind_of_run_that_makes_a_model_is_pushed(command, tmp_path, monke
 
 
 def test_a_run_without_a_language_model_is_not_pushed(tmp_path):
-    with pytest.raises(UserError, match="is a run of marl, which makes no language model; push one of sft, rm, rl, dpo"):
+    with pytest.raises(
+        UserError, match="is a run of marl, which makes no language model; push one of sft, rm, rl, dpo"
+    ):
         rolecall.push(trained("marl", tmp_path / "run"), "me/mine", dry_run=True)
 
 

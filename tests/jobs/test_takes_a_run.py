@@ -16,7 +16,20 @@ SPREAD = ["--algorithm.entropy_coef", "0.01"]  # trains although an untrained mo
 RL = ["rl", "--rows", TASK, "--steps", "1", "--prompts", "2", "--samples", "2", *SPREAD, *SHORT]
 STEP = ["--rows", TASK, "--steps", "1", "--batch", "2"]
 BEST = ["best-of-n", "--rows", TASK, "--count", "2", "--n", "2", *SHORT]
-EXPERT = ["expert-iteration", "--rows", TASK, "--steps", "1", "--prompts", "2", "--samples", "2", "--keep", "best", *SHORT]
+EXPERT = [
+    "expert-iteration",
+    "--rows",
+    TASK,
+    "--steps",
+    "1",
+    "--prompts",
+    "2",
+    "--samples",
+    "2",
+    "--keep",
+    "best",
+    *SHORT,
+]
 EVAL = ["eval", "--rows", TASK, "--n", "2", *SHORT]
 AUDIT = ["audit", "--rows", TASK, "--prompts", "2", "--samples", "2", "--groups", "2", "--no-page", *SHORT]
 HELD_OUT = ["--eval.every", "1", "--eval.rows", "2"]

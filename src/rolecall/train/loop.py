@@ -288,7 +288,10 @@ class Loop:
             return self._end(step, code, saved)
         if asked is Asked.CALLBACK_FAILED:
             return self._end(step, ExitCode.ERROR, f"{self.callbacks.failed or 'a callback failed'}; {saved}")
-        reason, untrained = f"stopped at step {step} by {self.callbacks.stopped or 'a callback'}", self._untrained(over=True)
+        reason, untrained = (
+            f"stopped at step {step} by {self.callbacks.stopped or 'a callback'}",
+            self._untrained(over=True),
+        )
         if untrained is not None:
             return self._end(step, ExitCode.ERROR, f"{reason}; {untrained}")
         return self._end(step, ExitCode.DONE, reason)
