@@ -202,7 +202,7 @@ class Loop:
                 return self._end_as_asked(asked, step, stop)
             if reached:
                 return self._end(step, ExitCode.DONE, f"{o.main} reached {o.stop_at} at step {step}")
-        return self._end(step, ExitCode.DONE, f"done after {step} steps")
+        return self._end(step, ExitCode.DONE, f"done after {_steps(step)}")
 
     def _due(self, step: int, every: int) -> bool:
         return self.evaluate is not None and bool(every) and (step % every == 0 or step == self.options.steps)
