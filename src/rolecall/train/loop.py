@@ -144,7 +144,7 @@ class Loop:
         with StopSignals() as stop:
             if start >= self.options.steps:
                 if self._idle:
-                    return self._end(start, ExitCode.ERROR, f"nothing has trained in the {_steps(start)} of this run")
+                    return self._end(start, ExitCode.ERROR, f"nothing has trained in the {_counted(start)} of this run")
                 return self._end(start, ExitCode.DONE, f"all {start} steps are done already; `--steps +N` adds more")
             self.progress.begin(title, start=start, steps=self.options.steps)
             try:
@@ -202,7 +202,7 @@ class Loop:
                 return self._end_as_asked(asked, step, stop)
             if reached:
                 return self._end(step, ExitCode.DONE, f"{o.main} reached {o.stop_at} at step {step}")
-        return self._end(step, ExitCode.DONE, f"done after {_steps(step)}")
+        return self._end(step, ExitCode.DONE, f"done after {_counted(step)}")
 
     def _due(self, step: int, every: int) -> bool:
         return self.evaluate is not None and bool(every) and (step % every == 0 or step == self.options.steps)
@@ -269,7 +269,7 @@ class Loop:
         if not idle or not (over or idle >= self.options.idle_steps):
             return None
         why = "; ".join(self.learner.explain().splitlines()[1:]) or "every gradient was 0 or not finite"
-        return f"nothing has trained in {_steps(idle)}: {why}"
+        return f"nothing has trained in {_counted(idle)}: {why}"
 
     def _asked(self, stop: StopSignals) -> Asked:
         own = Asked.NOTHING
@@ -342,5 +342,5 @@ def _trained(metrics: Mapping[str, float]) -> bool:
     return metrics.get("optimizer_steps", 1.0) > 0 and 0 < metrics.get("grad_norm", 1.0) < inf
 
 
-def _steps(count: int) -> str:
+def _counted(count: int) -> str:
     return f"{count} step{'s' if count > 1 else ''}"
