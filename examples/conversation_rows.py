@@ -13,7 +13,8 @@ rows = [
 
 
 def repeats_the_digit(completion, n):
-    return float(completion[-1]["content"].strip() == str(n))
+    text = completion[-1]["content"].strip()
+    return 1.0 if text == str(n) else 0.1 * any(map(str.isdigit, text))
 
 
 if __name__ == "__main__":

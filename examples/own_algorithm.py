@@ -24,10 +24,15 @@ def loss(outputs, batch):
     return {"policy": Term(values=pull.where(mask, 0), mask=mask, mode="token-mean")}
 
 
+def digits(completions, **kwargs):
+    return [sum(map(str.isdigit, text)) / max(1, len(text)) for text in completions]
+
+
 if __name__ == "__main__":
     run = rolecall.rl(
         model="tiny",
         rows="sorting:length=2",
+        reward=digits,
         advantage=advantage,
         loss=loss,
         steps=steps(30),

@@ -19,10 +19,8 @@ class Treasure:
         self.left -= 1
         text = message["content"]
         self.place += ("r" in text) - ("l" in text)
-        if self.place == self.goal:
-            return Step(reward=1.0, done=True)
-        if not 0 <= self.place <= 4 or not self.left:
-            return Step(reward=0.0, done=True)
+        if self.place == self.goal or not 0 <= self.place <= 4 or not self.left:
+            return Step(reward=1 - abs(self.place - self.goal) / 4, done=True)  # nearer is better
         return Step(messages=f"at {self.place}")
 
 

@@ -10,7 +10,12 @@ rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b i
 
 
 def my_reward(completions, answer, **kwargs):
-    return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]
+    """1 for the right answer, else up to 0.1 for digits: answers that all score 0 say nothing about which is better."""
+    digits = [sum(map(str.isdigit, text)) / max(1, len(text)) for text in completions]
+    return [
+        1.0 if text.strip() == right else 0.1 * share
+        for text, right, share in zip(completions, answer, digits, strict=True)
+    ]
 
 
 if __name__ == "__main__":

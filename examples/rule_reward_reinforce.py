@@ -1,4 +1,4 @@
-"""A rule as the reward, +1 for a right answer and -0.1 for a wrong one, with REINFORCE.
+"""A rule as the reward, +1 for a right answer, less than 0 for a wrong one, with REINFORCE.
 
 REINFORCE scores whole batches: prompt and answer go through the model once, log-probs are taken at the answer's own
 tokens, and each is weighted by the score minus a baseline (here the batch's mean).
@@ -12,7 +12,9 @@ import rolecall
 
 
 def rule(completion_text, answer):
-    return 1.0 if completion_text.strip() == answer else -0.1
+    """A wrong answer costs 0.1, and as much again for each character that is no digit."""
+    others = sum(not character.isdigit() for character in completion_text)
+    return 1.0 if completion_text.strip() == answer else -0.1 - 0.1 * others
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ if __name__ == "__main__":
         preset="grpo",
         steps=steps(40),
         sampling={"max_new_tokens": 6},
+        algorithm={"entropy_coef": 1e-3},  # answers that stay different can be compared
         optim={"lr": 2e-4},
         eval={"every": 20, "rows": 64},
         out=f"{place}/grpo",

@@ -11,7 +11,8 @@ def format_and_answer(prompts, completions, completion_ids, solution, log_metric
     rewards = []
     for completion, right in zip(completions, solution, strict=True):
         text = completion[-1]["content"]  # prompts are conversations, so completions are messages too
-        rewards.append(1.0 if right in text else None if not text else 0.0)  # None: does not apply
+        digits = sum(map(str.isdigit, text))
+        rewards.append(1.0 if right in text else None if not text else 0.1 * digits / len(text))  # None: does not apply
     if log_metric:
         log_metric("answers/characters", sum(len(c[-1]["content"]) for c in completions) / len(completions))
     return rewards

@@ -9,7 +9,8 @@ import rolecall
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     right = solution_str.strip() == ground_truth
-    return {"score": float(right), "index": extra_info["index"], "source": data_source}
+    digits = sum(map(str.isdigit, solution_str)) / max(1, len(solution_str))
+    return {"score": 1.0 if right else 0.1 * digits, "index": extra_info["index"], "source": data_source}
 
 
 rows = [

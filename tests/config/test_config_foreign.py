@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainingArguments
 
+from rolecall.config.expert_iteration import ExpertIterationOptions
 from rolecall.config.flags import parse
 from rolecall.config.foreign_trl import TRL, TRL_ROWS
 from rolecall.config.foreign_verl import VERL
@@ -353,6 +354,38 @@ def test_peft_config():
         make(RLOptions, {"peft_config": peft.LoraConfig(use_dora=True)})
     with pytest.raises(ConfigError, match=r"only a peft\.LoraConfig is understood"):
         make(RLOptions, {"peft_config": "lora"})
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "num_train_epochs",
+            "`steps` takes its place and counts rounds, rows x epochs / `prompts` of them; `epochs` are",
+        ),
+        ("max_steps", "it counts optimiser steps, `steps` rounds"),
+        ("save_steps", "it counts optimiser steps, `save.every` rounds: give `save.every`"),
+        ("per_device_train_batch_size", "`prompts` (per round) and `batch` (kept answers per optimiser step)"),
+    ],
+)
+def test_names_that_count_something_else_in_expert_iteration_are_refused_with_ours(name, said):
+    with pytest.raises(ConfigError) as raised:
+        make(ExpertIterationOptions, {name: 2})
+    assert f"`{name}`: " in str(raised.value)
+    assert said in str(raised.value)
+
+
+def test_names_that_mean_the_same_in_expert_iteration_are_taken():
+    given = {
+        "num_generations": 3,
+        "learning_rate": 1e-4,
+        "max_completion_length": 7,
+        "temperature": 0.5,
+        "max_steps": -1,
+    }
+    found = make(ExpertIterationOptions, given)
+    assert (found.samples, found.optim.lr, found.sampling.max_new_tokens) == (3, 1e-4, 7)
+    assert (found.sampling.temperature, found.steps, found.epochs) == (0.5, 5, 2)
 
 
 def test_the_tables_are_in_order():

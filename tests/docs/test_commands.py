@@ -26,10 +26,10 @@ MADE_ELSEWHERE = ("docs/results",)
 
 REWARDS = """
 def my_reward(completions, answer, **kwargs):
-    return [float(text.strip() == right) + len(text) / 100 for text, right in zip(completions, answer)]
+    return [float(text.strip() == right) + sum(text.encode()) % 7 / 100 for text, right in zip(completions, answer)]
 
 def shorter(completion_text):
-    return -float(len(completion_text))
+    return -float(len(completion_text)) - sum(completion_text.encode()) % 7 / 100
 """
 
 
@@ -77,7 +77,8 @@ def place(tmp_path_factory):
             **short,
             **how,
         )
-        rolecall.rl(model="runs/sft-1", env="guessing", out="runs/guess", **short, **how)
+        (guess,) = [words for _, words in (p.values for p in shown()) if words[0] == "rl" and "runs/guess" in words]
+        assert main([*guess, "--quiet"]) == 0, "two steps of a page, as they stand there"
         rolecall.marl(env="climbing", algo="ippo", out="runs/marl-1", **how)
         for name in ("start", "sft"):
             shutil.copytree("runs/sft-1", f"runs/{name}")
@@ -133,7 +134,8 @@ def test_what_the_demo_suggests_runs(place, capsys):
     demo._next(Console(), made)
     commands = printed(capsys.readouterr().out)
     assert [words[0] for words in commands] == ["generate", "eval", "rl"]
-    small = {"eval": ["--n", "4"], "rl": ["--steps", "1", "--prompts", "2", "--eval.rows", "4", "--out", "runs/next"]}
+    trains = ["--steps", "1", "--prompts", "2", "--algorithm.entropy_coef", "0.01", "--eval.rows", "4"]
+    small = {"eval": ["--n", "4"], "rl": [*trains, "--out", "runs/next"]}
     for words in commands:
         assert main([*words, *small.get(words[0], [])]) == 0
 

@@ -77,7 +77,9 @@ def test_what_is_shown_is_what_the_first_step_draws(tiny_model, tmp_path):
     settings = {"model": tiny_model, "rows": "addition:digits=1", "prompts": 4, "samples": 2, "seed": 5}
     settings["sampling"] = {"max_new_tokens": 8}
     shown = rolecall.audit(**settings, groups=3, show=6).samples
-    run = rolecall.rl(**settings, steps=1, out=str(tmp_path / "run"), progress=Quiet())
+    run = rolecall.rl(
+        **settings, algorithm={"entropy_coef": 0.01}, steps=1, out=str(tmp_path / "run"), progress=Quiet()
+    )
     (file,) = (run.path / "rollouts").glob("*.parquet")
     drawn = {tuple(ids) for ids in parquet.read_table(file)["ids"].to_pylist()}
     assert len(shown) == 6

@@ -14,7 +14,7 @@ from rolecall.jobs import demo as module
 SMALL = {
     "sft": {"steps": 4, "batch": 8},
     "rm": {"steps": 2, "batch": 4},
-    "rl": {"steps": 2, "prompts": 4},
+    "rl": {"steps": 2, "prompts": 4, "algorithm.entropy_coef": 0.01},
     "evaluate": {"n": 12},
 }
 

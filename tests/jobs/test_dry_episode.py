@@ -67,7 +67,7 @@ def test_a_step_that_raises_in_the_dry_episode_is_a_warning(tmp_path, caplog):
         def step(self, message):
             if message["content"] == "0":
                 raise ValueError("0 is no number here")
-            return Step(reward=float(len(message["content"]) % 3), done=True)
+            return Step(reward=float(sum(message["content"].encode()) % 3), done=True)
 
     run = rolecall.rl(env=Numbers, out=str(tmp_path / "run"), **SHORT)
     assert "failed in a dry episode, when told '0': ValueError: 0 is no number here" in caplog.text

@@ -9,14 +9,14 @@ from rolecall.train.progress import Quiet
 SMALL = {"model": "tiny", "steps": 1, "prompts": 2, "samples": 2, "sampling": {"max_new_tokens": 4}}
 
 
-def minus_length(completions, **kwargs):
-    return [-float(len(c)) for c in completions]
+def minus_letters(completions, **kwargs):
+    return [-1 - float(sum(c.encode()) % 7) for c in completions]
 
 
 def test_a_run_logs_both(tmp_path):
     run = rolecall.rl(
         rows="sorting",
-        reward=minus_length,
+        reward=minus_letters,
         eval={"every": 1, "rows": 4, "reward": ("task",)},
         out=str(tmp_path / "run"),
         progress=Quiet(),
@@ -25,7 +25,7 @@ def test_a_run_logs_both(tmp_path):
     last = run.evaluations[-1]
     assert last["eval_reward"] == last["eval_accuracy"] == 0.0
     assert last["eval_train_reward"] < 0
-    assert run.metrics[1]["rewards/minus_length/mean"] < 0
+    assert run.metrics[1]["rewards/minus_letters/mean"] < 0
 
 
 @pytest.mark.parametrize(
@@ -41,5 +41,5 @@ def test_a_run_logs_both(tmp_path):
 )
 def test_what_cannot_be_is_one_sentence(settings, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        rolecall.rl(reward=minus_length, out=str(tmp_path / "run"), progress=Quiet(), **SMALL, **settings)
+        rolecall.rl(reward=minus_letters, out=str(tmp_path / "run"), progress=Quiet(), **SMALL, **settings)
     assert not (tmp_path / "run").exists()

@@ -32,6 +32,8 @@ SHORT = {
     "agent.workers": 1,
     "quiet": True,
 }
+SPREAD = {"algorithm.entropy_coef": 0.01}
+"""Trains where an untrained model's answers all score the same."""
 
 
 def even(completions, **kwargs):
@@ -174,7 +176,7 @@ def test_an_episode_whose_messages_were_not_kept_is_refused(tmp_path, length):
 
 
 def test_the_rows_of_a_built_in_environment_are_compared_with_what_was_asked(tmp_path, length):
-    rolecall.rl(env="calculator", out=str(tmp_path / "run"), **{**SHORT, "steps": 1})
+    rolecall.rl(env="calculator", out=str(tmp_path / "run"), **{**SHORT, **SPREAD, "steps": 1})
     with pytest.raises(UserError, match="give the run's own rows with --rows"):
         rolecall.rescore(tmp_path / "run", reward=even, rows="calculator:digits=3", quiet=True)
     assert rolecall.rescore(tmp_path / "run", reward=even, quiet=True).answers == 6
@@ -188,7 +190,7 @@ def test_a_class_given_in_python_is_asked_for_again_on_resume(tmp_path):
             return "go"
 
         def step(self, message):
-            return Step(reward=float(len(message["content"]) % 2), done=True)
+            return Step(reward=float(sum(message["content"].encode()) % 3), done=True)
 
     rolecall.rl(env=Once, out=str(tmp_path / "run"), **{**SHORT, "steps": 1})
     assert json.loads((tmp_path / "run" / "config.json").read_text())["env"] == "(given in Python) Once"
@@ -242,7 +244,9 @@ def test_a_run_whose_episodes_all_break_in_reset_ends_with_the_reason(tmp_path):
 
 
 def test_both_sides_of_self_play_are_in_one_group(tmp_path):
-    run = rolecall.rl(env="kuhn", out=str(tmp_path / "run"), **{**SHORT, "steps": 1, "algorithm.scale": "none"})
+    run = rolecall.rl(
+        env="kuhn", out=str(tmp_path / "run"), **{**SHORT, **SPREAD, "steps": 1, "algorithm.scale": "none"}
+    )
     rollouts = read_rollouts(run.path / "rollouts" / "step-000001.parquet")
     assert {t.agent for t in rollouts.trajectories} <= {"first", "second"}
     for t in rollouts.trajectories:
@@ -251,7 +255,7 @@ def test_both_sides_of_self_play_are_in_one_group(tmp_path):
 
 
 def test_rows_of_a_task_bring_their_environment(tmp_path):
-    run = rolecall.rl(rows="guessing:high=3,tries=2", out=str(tmp_path / "run"), **{**SHORT, "steps": 1})
+    run = rolecall.rl(rows="guessing:high=3,tries=2", out=str(tmp_path / "run"), **{**SHORT, **SPREAD, "steps": 1})
     assert run.metrics[0]["agents/turns"] == 2
 
 

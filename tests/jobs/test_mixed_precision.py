@@ -38,7 +38,7 @@ def test_rl_in_mixed_precision_trips_no_wire(tmp_path):
         prompts=4,
         sampling={"max_new_tokens": 6},
         policy={"mixed_precision": "bf16"},
-        algorithm={"kl_coef": 0.1},
+        algorithm={"kl_coef": 0.1, "entropy_coef": 0.01},
         out=str(tmp_path / "rl"),
         progress=Quiet(),
     )

@@ -21,7 +21,8 @@ from rolecall.policy.tiny import tiny_model, tiny_tokenizer
 TASK = "sorting:length=2"
 SHORT = {"max_new_tokens": 2}
 STEP = {"rows": TASK, "steps": 1, "batch": 2, "quiet": True}
-RL = {"rows": TASK, "steps": 1, "prompts": 2, "samples": 2, "sampling": SHORT, "quiet": True}
+ASK = {"rows": TASK, "steps": 1, "prompts": 2, "samples": 2, "sampling": SHORT, "quiet": True}
+RL = {**ASK, "algorithm.entropy_coef": 0.01}  # trains although an untrained model's answers all score 0
 IDS = torch.tensor([[*b"hello world"]])
 
 
@@ -57,7 +58,7 @@ CALLS = {
     "best_of_n": lambda how, out: rolecall.best_of_n(
         out=out, rows=TASK, count=2, n=2, sampling=SHORT, quiet=True, **how
     ),
-    "expert_iteration": lambda how, out: rolecall.expert_iteration(out=out, **RL, **how),
+    "expert_iteration": lambda how, out: rolecall.expert_iteration(out=out, keep="best", **ASK, **how),
     "eval": lambda how, out: rolecall.eval(rows=TASK, n=2, sampling=SHORT, **how),
     "generate": lambda how, out: rolecall.generate(prompts=["a"], sampling=SHORT, **how),
     "play": lambda how, out: rolecall.play(env="guessing", agent={"max_turns": 1}, sampling=SHORT, **how),

@@ -10,7 +10,7 @@ from rolecall.cli import main
 from rolecall.errors import UserError
 from rolecall.experience.store import read_rollouts
 
-SMALL = {"model": "tiny", "steps": 5, "prompts": 2, "sampling.max_new_tokens": 4, "quiet": True}
+SMALL = {"model": "tiny", "steps": 2, "prompts": 2, "sampling.max_new_tokens": 4, "quiet": True}
 BAD = "def bad(completions, **kwargs):\n    return [1 / 0 for _ in completions]\n"
 
 
@@ -45,7 +45,7 @@ def none_at_all(completions, **kwargs):
 
 @pytest.mark.parametrize(
     ("job", "settings"),
-    [("rl", {"steps": 5, "samples": 2}), ("expert_iteration", {"steps": 5, "samples": 2}), ("best_of_n", {"n": 2})],
+    [("rl", {"steps": 2, "samples": 2}), ("expert_iteration", {"steps": 2, "samples": 2}), ("best_of_n", {"n": 2})],
 )
 def test_a_reward_that_always_fails_ends_the_run_after_its_first_step(tmp_path, rows, job, settings):
     how = {k: v for k, v in SMALL.items() if k != "steps"} | settings
@@ -88,23 +88,23 @@ def same(completions, **kwargs):
 
 @pytest.mark.parametrize("drop", [False, True])
 def test_scores_that_are_all_the_same_train_nothing(tmp_path, rows, drop):
-    settings = {"steps": 5, "samples": 2, "algorithm.drop_flat": drop}
+    settings = {"steps": 2, "samples": 2, "algorithm.drop_flat": drop}
     lines = ends(
         tmp_path,
         rolecall.rl,
-        "nothing has trained in 5 steps: ",
+        "nothing has trained in 2 steps: ",
         "scored the same",
         rows=str(rows),
         reward=same,
         **settings,
     )
-    assert [line["reward"] for line in lines] == [1.0] * 5
+    assert [line["reward"] for line in lines] == [1.0] * 2
 
 
 def test_no_answer_that_is_good_enough_trains_nothing(tmp_path, rows):
     ends(
-        tmp_path, rolecall.expert_iteration, "nothing has trained in 5 steps: no answer was good enough to imitate",
-        rows=str(rows), reward=same, samples=2, steps=5, threshold=2.0,
+        tmp_path, rolecall.expert_iteration, "nothing has trained in 2 steps: no answer was good enough to imitate",
+        rows=str(rows), reward=same, samples=2, steps=2, threshold=2.0,
     )  # fmt: skip
 
 

@@ -109,8 +109,28 @@ def test_play_has_the_system_prompt_of_the_run(runs):
     assert SYSTEM not in told(runs["chat"], chat={"system_prompt": "Other."})
 
 
+def test_play_and_eval_begin_with_the_prompt_that_the_run_gave_its_environment(tmp_path):
+    lake, own = "gym:FrozenLake-v1:is_slippery=false", "You are a skater."
+    short = {"sampling": SHORT, "agent.max_turns": 1}
+    more = {"steps": 1, "prompts": 1, "samples": 2, "agent.prompt": own, "algorithm.entropy_coef": 0.01, "quiet": True}
+    run = rolecall.rl(env=lake, out=tmp_path / "run", reward=lambda completions, **_: [0.0] * 2, **short, **more)
+
+    def told(model=run, env=lake, **settings):
+        (side,) = rolecall.play(model=model, env=env, **short, **settings)
+        return side.messages[0]["content"]
+
+    assert told().startswith(own)
+    assert told(run.model).startswith(own), "the run's model directory is the same model"
+    assert told(**{"agent.prompt": "Skate!"}).startswith("Skate!")
+    assert told(rows=[{"prompt": "Go."}]).startswith("Go.")
+    assert own not in told(env="gym:FrozenLake-v1:is_slippery=true")
+    assert own not in told("tiny")
+    (prompt,) = rolecall.eval(model=run.model, env=lake, n=1, **short).prompts
+    assert own in str(prompt)
+
+
 def test_rl_runs_keep_it_too(tmp_path):
-    how = {"steps": 1, "prompts": 2, "samples": 2, "sampling": SHORT, "quiet": True}
+    how = {"steps": 1, "prompts": 2, "samples": 2, "sampling": SHORT, "algorithm.entropy_coef": 0.01, "quiet": True}
     chat = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": "2"} for i in range(4)]
     for name, settings in {
         "text": {"rows": "sorting:length=2"},

@@ -24,12 +24,28 @@ from rolecall.look.card import markdown, model_card
 from rolecall.look.run import read_run
 
 SHORT = {"steps": 2, "prompts": 2, "samples": 2, "sampling.max_new_tokens": 4, "quiet": True}
+TASK = "sorting:length=2"
+ROWS = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(4)]
+OTHERS = {
+    "sft": {"rows": ROWS, "batch": 2, "epochs": 1},
+    "rm": {"rows": TASK, "batch": 2, "steps": 1, "eval": {"every": 1, "rows": 4}},
+    "dpo": {"rows": TASK, "batch": 2, "steps": 1},
+    "expert-iteration": {
+        "rows": TASK,
+        "keep": "best",
+        "prompts": 2,
+        "samples": 2,
+        "steps": 1,
+        "sampling.max_new_tokens": 2,
+    },
+    "marl": {"env": "climbing", "algo": "ippo", "steps": 1},
+}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     out = tmp_path_factory.mktemp("push") / "run"
-    settings = {"eval.every": 2, "eval.rows": 4, "optim.lr": 1e-3}
+    settings = {"eval.every": 2, "eval.rows": 4, "optim.lr": 1e-3, "algorithm.entropy_coef": 0.01}
     return rolecall.rl(rows="sorting:length=2", out=str(out), **SHORT, **settings).path
 
 
@@ -81,6 +97,44 @@ def test_the_command_of_the_card_makes_the_same_run_again(run, folder, monkeypat
     options = resolve(RLOptions, [("file", read_settings(line.config))]).options
     assert options == resolve(RLOptions, [("run", json.loads((run / "config.json").read_text()))]).options
     assert options.steps == 2
+
+
+def trained(command, out):
+    return getattr(rolecall, command.replace("-", "_"))(out=str(out), quiet=True, **OTHERS[command]).path
+
+
+@pytest.mark.parametrize("command", ["sft", "rm", "dpo", "expert-iteration"])
+def test_every_kind_of_run_that_makes_a_model_is_pushed(command, tmp_path, monkeypatch, capsys):
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = rolecall.push(trained(command, tmp_path / "run"), "me/mine", dry_run=True).folder
+    loads = AutoModelForSequenceClassification if command == "rm" else AutoModelForCausalLM
+    assert loads.from_pretrained(folder).num_parameters() > 0
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+    assert "<title>" in (folder / "report.html").read_text()
+    head, body = front((folder / "README.md").read_text())
+    assert head["pipeline_tag"] == ("text-classification" if command == "rm" else "text-generation")
+    assert head["tags"] == ["rolecall", command]
+    assert "| base model | tiny |" in body
+    assert "| data | (given in Python)" in body if command == "sft" else f"| data | {TASK} |" in body
+    assert ("| reward | that of the task" in body) == (command == "expert-iteration")
+    assert ("| accuracy |" in body) == (command == "rm")
+    if command == "rm":
+        assert "share of greedy answers" not in body, "its accuracy is that of pairs"
+    monkeypatch.chdir(folder)
+    line = next(line for line in body.splitlines() if line.startswith(f"rolecall {command} ")).split()
+    rows = ["--rows", TASK] if command == "sft" else []
+    assert main([*line[1:], *rows, "--dry-run"]) == 0, capsys.readouterr().err
+    shown = yaml.safe_load((folder / "rolecall.yaml").read_text())
+    assert shown["steps"] == (2 if command == "sft" else 1)
+    assert shown.get("epochs") == (2 if command == "expert-iteration" else None)
+
+
+def test_a_run_without_a_language_model_is_not_pushed(tmp_path):
+    with pytest.raises(
+        UserError, match="is a run of marl, which makes no language model; push one of sft, rm, rl, dpo"
+    ):
+        rolecall.push(trained("marl", tmp_path / "run"), "me/mine", dry_run=True)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ def test_evaluations_are_told_the_step_of_the_run(env):
     run = rolecall.rl(
         **{**SMALL, "steps": 2, **rows},
         reward={"steps": steps_done},
+        algorithm={"entropy_coef": 0.01},
         eval={"every": 1, "rows": 2, "held_out": 0.5},
     )
     seen = [line["eval_reward"] for line in run.evaluations]

@@ -30,10 +30,10 @@ TRAIN = {"sft": DEMOS, "dpo": PAIRS, "rm": PAIRS, "rl": PROMPTS}
 def settings(job):
     if job == "rl":
 
-        def length(completions, **kwargs):  # in here, so that its worker need not import this module
-            return [float(len(text)) for text in completions]
+        def letters(completions, **kwargs):  # in here, so that its worker need not import this module
+            return [float(sum(text.encode()) % 7) for text in completions]
 
-        return {**SMALL, "prompts": 4, "samples": 2, "reward": length, "sampling": {"max_new_tokens": 2}}
+        return {**SMALL, "prompts": 4, "samples": 2, "reward": letters, "sampling": {"max_new_tokens": 2}}
     return {**SMALL, "batch": 4}
 
 

@@ -12,10 +12,24 @@ from rolecall.config.schema import schema
 
 TAKES_A_MODEL = ("model", "against", "algorithm.critic_from", "from_run", "reward", "judge", "eval.reward", "run")
 TASK, SHORT = "sorting:length=2", ["--sampling.max_new_tokens", "2"]
-RL = ["rl", "--rows", TASK, "--steps", "1", "--prompts", "2", "--samples", "2", *SHORT]
+SPREAD = ["--algorithm.entropy_coef", "0.01"]  # trains although an untrained model's answers all score 0
+RL = ["rl", "--rows", TASK, "--steps", "1", "--prompts", "2", "--samples", "2", *SPREAD, *SHORT]
 STEP = ["--rows", TASK, "--steps", "1", "--batch", "2"]
 BEST = ["best-of-n", "--rows", TASK, "--count", "2", "--n", "2", *SHORT]
-EXPERT = ["expert-iteration", "--rows", TASK, "--steps", "1", "--prompts", "2", "--samples", "2", *SHORT]
+EXPERT = [
+    "expert-iteration",
+    "--rows",
+    TASK,
+    "--steps",
+    "1",
+    "--prompts",
+    "2",
+    "--samples",
+    "2",
+    "--keep",
+    "best",
+    *SHORT,
+]
 EVAL = ["eval", "--rows", TASK, "--n", "2", *SHORT]
 AUDIT = ["audit", "--rows", TASK, "--prompts", "2", "--samples", "2", "--groups", "2", "--no-page", *SHORT]
 HELD_OUT = ["--eval.every", "1", "--eval.rows", "2"]
@@ -36,12 +50,12 @@ CALLS = {  # {} is a run of a policy, [] one of a reward model, <> one with roll
     ("rl", "reward"): [*RL, "--reward", "[]"],
     ("rl", "eval.reward"): [*RL, *HELD_OUT, "--eval.reward", "[]"],
     ("rl", "algorithm.critic_from"): [*RL, *PPO, "--algorithm.critic_from", "[]"],
-    ("rl", "from_run"): ["rl", "--from", "<>", "--steps", "1", *SHORT],
+    ("rl", "from_run"): ["rl", "--from", "<>", "--steps", "1", *SPREAD, *SHORT],
     ("best-of-n", "model"): [*BEST, "--model", "{}"],
     ("best-of-n", "reward"): [*BEST, "--reward", "[]"],
     ("best-of-n", "judge"): [*BEST, "--judge", "[]"],
     ("expert-iteration", "model"): [*EXPERT, "--model", "{}"],
-    ("expert-iteration", "reward"): [*EXPERT, "--reward", "[]", "--keep", "best"],
+    ("expert-iteration", "reward"): [*EXPERT, "--reward", "[]"],
     ("expert-iteration", "eval.reward"): [*EXPERT, *HELD_OUT, "--eval.reward", "[]"],
     ("audit", "model"): [*AUDIT, "--model", "{}"],
     ("audit", "reward"): [*AUDIT, "--reward", "[]"],
@@ -64,7 +78,8 @@ def place(tmp_path_factory):
     how = {"steps": 1, "quiet": True, "rows": TASK}
     rolecall.sft(out=place / "policy", batch=2, **how)
     rolecall.rm(out=place / "judge", batch=2, **how)
-    rolecall.rl(out=place / "rollouts", prompts=2, samples=2, sampling={"max_new_tokens": 2}, **how)
+    spread = {"sampling": {"max_new_tokens": 2}, "algorithm": {"entropy_coef": 0.01}}
+    rolecall.rl(out=place / "rollouts", prompts=2, samples=2, **spread, **how)
     for name in ("policy", "judge"):
         shutil.copytree(place / name, place / f"{name}-training")
         shutil.rmtree(place / f"{name}-training" / "model")

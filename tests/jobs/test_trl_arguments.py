@@ -19,7 +19,8 @@ def elsewhere(tmp_path, monkeypatch):
 
 def accuracy(prompts, completions, solution, **kwargs):
     return [
-        float(c[-1]["content"].strip() == s) + len(c[-1]["content"]) for c, s in zip(completions, solution, strict=True)
+        float(c[-1]["content"].strip() == s) + sum(c[-1]["content"].encode()) % 7
+        for c, s in zip(completions, solution, strict=True)
     ]
 
 
@@ -40,7 +41,7 @@ def add(a: int, b: int) -> int:
 def spoken(completions, **kwargs):
     """A reward over the whole conversation, which sees who said what."""
     assert all(c[0]["role"] == "assistant" and {m["role"] for m in c} <= {"assistant", "tool"} for c in completions)
-    return [float(sum(len(m["content"]) for m in c)) for c in completions]
+    return [1.0 + sum(sum(m["content"].encode()) for m in c) % 7 for c in completions]
 
 
 def test_a_trainers_arguments_train():
@@ -107,7 +108,7 @@ class Counter:
 
 @pytest.mark.filterwarnings("ignore:the rows or the environment bring tools")  # tiny's template shows none
 def test_an_environment_factory_is_an_environment():
-    run = rolecall.rl(**SMALL, environment_factory=Counter, max_steps=1, prompts=2)
+    run = rolecall.rl(**SMALL, environment_factory=Counter, max_steps=1, prompts=2, entropy_coef=0.01)
     assert run.metrics[-1]["rewards/env/mean"] >= 1
 
 

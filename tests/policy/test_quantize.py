@@ -1,10 +1,13 @@
 """Bases of 8 and 4 bits: what samples and what is saved is exactly what trained."""
 
+import sys
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
 
 import rolecall
-from rolecall.policy import lora
+from rolecall.policy import lora, quantize
 from rolecall.policy.load import load
 from rolecall.policy.quantize import RoundedLinear, quantized
 
@@ -60,7 +63,7 @@ def test_a_run_on_a_rounded_base_trains_and_resumes_exactly(bits, tmp_path):
         "sampling": {"max_new_tokens": 4},
         "policy": {"lora_rank": 2, "quantize": bits},
         "optim": {"lr": 1e-2},
-        "algorithm": {"kl_coef": 0.1},
+        "algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01},
         "save": {"every": 1},
         "quiet": True,
     }
@@ -99,3 +102,51 @@ def test_known_codes():
     torch.testing.assert_close(int4[0, :3], 2 * torch.tensor([1.0, -0.5250730514526367, 0.24611230194568634]))
     assert not int8[1].any()
     assert not int4[:, 3:].any()
+
+
+# -- bitsandbytes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def anew():
+    """Each test looks for the package itself."""
+    quantize._bitsandbytes.cache_clear()
+    yield
+    quantize._bitsandbytes.cache_clear()
+
+
+def of_four_bits():
+    torch.manual_seed(0)
+    return RoundedLinear(torch.nn.Linear(70, 5), "int4")
+
+
+@pytest.mark.filterwarnings("ignore")  # its imports warn
+def test_bitsandbytes_unpacks_to_the_same_values_and_gradients(anew, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    assert quantize._bitsandbytes() is not None
+    layer, x = of_four_bits(), torch.randn(3, 70, requires_grad=True)
+    with_it = layer.weight, torch.autograd.grad(layer(x).square().sum(), x)[0]
+    monkeypatch.setenv("ROLECALL_KERNELS", "0")
+    assert torch.equal(with_it[0], layer.weight)
+    assert torch.equal(with_it[1], torch.autograd.grad(layer(x).square().sum(), x)[0])
+
+
+@pytest.mark.parametrize("error", [0.0, 1e-6, None])
+def test_an_unpacking_that_differs_from_ours_or_fails_is_not_used(anew, monkeypatch, error):
+    """A stand-in for the package that is right, a little off, or of another version."""
+
+    def dequantize_4bit(codes, state):
+        if error is None:
+            raise TypeError("unexpected keyword")
+        return quantize._unpack(codes.view(-1, 32), state.absmax[:, None]) + error
+
+    module = ModuleType("bitsandbytes.functional")
+    module.QuantState, module.dequantize_4bit = SimpleNamespace, dequantize_4bit
+    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", module)
+    plain = of_four_bits().weight
+    assert (quantize._bitsandbytes() is not None) == (error == 0.0)
+    quantize._bitsandbytes.cache_clear()
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    assert quantize._bitsandbytes() is None
+    assert torch.equal(of_four_bits().weight, plain)

@@ -29,7 +29,8 @@ SMALL = {"steps": 3, "prompts": 2, "samples": 4, "sampling.max_new_tokens": 6, "
 def source(tmp_path_factory):
     """A run of three steps on a task whose answers score nothing, so that another reward is wanted."""
     place = tmp_path_factory.mktemp("source") / "first"
-    rolecall.rl(model="tiny", rows="sorting", out=str(place), **SMALL)
+    with pytest.raises(UserError, match="nothing has trained in 3 steps"):
+        rolecall.rl(model="tiny", rows="sorting", out=str(place), **SMALL)
     return place
 
 

@@ -366,7 +366,7 @@ def test_in_mixed_precision_the_reference_computes_as_the_policy_does(tmp_path):
         prompts=2,
         samples=2,
         sampling={"max_new_tokens": 4},
-        algorithm={"kl_coef": 0.1, "kl_in": "reward"},
+        algorithm={"kl_coef": 0.1, "kl_in": "reward", "entropy_coef": 0.01},
         policy={"mixed_precision": "bf16"},
         out=str(tmp_path / "run"),
         quiet=True,
@@ -400,7 +400,7 @@ def test_advantage_and_loss_of_the_users_own(tmp_path, monkeypatch):
 
     def advantage(batch):
         seen.append("advantage")
-        return need(batch.scores) * 10
+        return need(batch.scores) * 10 + 1
 
     def loss(out, batch):
         seen.append("loss")

@@ -75,18 +75,29 @@ def test_a_step_in_which_some_rewards_failed_goes_on(tmp_path):
 
 @pytest.mark.parametrize("idle", [FLAT, GOOD | {"optimizer_steps": 0.0}, GOOD | {"grad_norm": float("inf")}])
 def test_a_run_in_which_nothing_ever_trained_ends_with_an_error(tmp_path, idle):
-    outcome, _, lines, _ = looped(tmp_path, Told(idle, said="reward 0\nevery group is flat"), steps=5)
-    assert (outcome.exit_code, outcome.step, len(lines)) == (ExitCode.ERROR, 5, 5)
-    assert outcome.reason == "nothing has trained in 5 steps: every group is flat"
+    outcome, _, lines, _ = looped(tmp_path, Told(idle, said="reward 0\nevery group is flat"), steps=3)
+    assert (outcome.exit_code, outcome.step, len(lines)) == (ExitCode.ERROR, 3, 3)
+    assert outcome.reason == "nothing has trained in 3 steps: every group is flat"
 
 
-def test_a_trial_of_a_few_steps_may_be_flat_but_not_without_scores(tmp_path):
-    assert looped(tmp_path / "a", Told(FLAT), steps=4)[0].exit_code == ExitCode.DONE
-    assert looped(tmp_path / "b", Told(FAILED), steps=4)[0].exit_code == ExitCode.ERROR
+def test_a_run_of_one_step_that_trains_nothing_is_an_error_too(tmp_path):
+    outcome, said, _, saved = looped(tmp_path, Told(FLAT), steps=1)
+    assert (outcome.exit_code, saved) == (ExitCode.ERROR, ["step-000001"])
+    assert said[-1] == outcome.reason == "nothing has trained in 1 step: every gradient was 0 or not finite"
+
+
+def test_a_callback_that_stops_a_run_in_which_nothing_trained_makes_no_success_of_it(tmp_path):
+    def two(control, metrics):
+        return "stop" if control.step == 2 else None
+
+    outcome = looped(tmp_path / "a", Told(FLAT), callbacks=[two], steps=9)[0]
+    assert outcome.exit_code == ExitCode.ERROR
+    assert outcome.reason.startswith("stopped at step 2 by the callback `two`; nothing has trained in 2 steps: ")
+    assert looped(tmp_path / "b", Told(GOOD, FLAT), callbacks=[two], steps=9)[0].exit_code == ExitCode.DONE
 
 
 def test_one_step_that_trains_is_enough(tmp_path):
-    assert looped(tmp_path, Told(FLAT, GOOD, FLAT), steps=6)[0].exit_code == ExitCode.DONE
+    assert looped(tmp_path, Told(FLAT, GOOD, FLAT))[0].exit_code == ExitCode.DONE
 
 
 def test_a_long_run_in_which_nothing_trains_ends_early(tmp_path):
@@ -99,12 +110,13 @@ def test_steps_in_vain_count_on_after_a_resume_and_what_trained_before_it_counts
     state = {"best": None, "best_step": None, "bad": 0}
     assert looped(tmp_path / "a", Told(FLAT), start=48, steps=100, state=state | {"idle": 48})[0].step == 50
     assert looped(tmp_path / "b", Told(FLAT), start=48, steps=60, state=state | {"idle": None})[0].exit_code == 0
-    outcome = looped(tmp_path / "c", start=6, steps=6, state=state | {"idle": 6})[0]
-    assert (outcome.exit_code, outcome.reason) == (1, "nothing trained in the 6 steps of this run")
+    outcome = looped(tmp_path / "c", start=3, state=state | {"idle": 3})[0]
+    assert (outcome.exit_code, outcome.reason) == (1, "nothing has trained in the 3 steps of this run")
+    assert looped(tmp_path / "d", start=3, state=state | {"idle": None})[0].exit_code == 0
 
 
 def test_a_model_that_needs_no_training_reaches_its_goal(tmp_path):
-    outcome = looped(tmp_path, Told(FLAT), scores={0: 1.0, 6: 1.0}, eval_every=6, stop_at=0.9, steps=6)[0]
+    outcome = looped(tmp_path, Told(FLAT), scores={0: 1.0, 3: 1.0}, eval_every=3, stop_at=0.9)[0]
     assert outcome.exit_code == ExitCode.DONE
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from rolecall.config.foreign import Foreign
+from rolecall.config.foreign_trl import TRL_ROUNDS
 from rolecall.config.parts import (
     ChatOptions,
     EngineOptions,
@@ -20,6 +22,7 @@ class ExpertIterationOptions(RunOptions):
     """Rounds of: sample answers, keep the good ones, imitate them."""
 
     command: ClassVar[str] = "expert-iteration"
+    foreign: ClassVar[tuple[Foreign, ...]] = TRL_ROUNDS
     model: str = "tiny"
     """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
     policy: PolicyOptions = field(default_factory=PolicyOptions)
@@ -47,7 +50,7 @@ class ExpertIterationOptions(RunOptions):
     unique: bool = True
     """Imitate the same answer to the same prompt only once per round."""
     epochs: int = 2
-    """Passes over the kept answers."""
+    """Passes over the answers that a round keeps. Passes over the rows are set by `steps`: a round asks `prompts` of them."""
     batch: int = 32
     """Answers per optimiser step."""
     train_stop: bool = True

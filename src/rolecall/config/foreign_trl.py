@@ -250,3 +250,36 @@ TRL = (
     unused("log_completions", "all answers are kept, in rollouts/ of the run", "save.rollouts"),
 )
 """For `rolecall rl`."""
+
+_ROUNDS = (
+    differs(
+        "num_train_epochs",
+        ["steps"],
+        "`steps` takes its place and counts rounds, rows x epochs / `prompts` of them; `epochs` are passes over the "
+        "answers that a round keeps",
+        off=(),
+    ),
+    differs(
+        "max_steps",
+        ["steps"],
+        "it counts optimiser steps, `steps` rounds, which take as many as the kept answers fill: give `steps`",
+        off=(-1,),
+    ),
+    differs(
+        "per_device_train_batch_size",
+        ["prompts", "batch"],
+        "`prompts` (per round) and `batch` (kept answers per optimiser step) take its place",
+        off=(),
+    ),
+    *(
+        differs(name, [key], f"it counts optimiser steps, `{key}` rounds: give `{key}`", off=())
+        for name, key in (
+            ("warmup_steps", "optim.warmup_steps"),
+            ("save_steps", "save.every"),
+            ("eval_steps", "eval.every"),
+        )
+    ),
+)
+_BATCHES = {"generation_batch_size", "gradient_accumulation_steps"}
+TRL_ROUNDS = (*(f for f in TRL if f.name not in _BATCHES | {g.name for g in _ROUNDS}), *_ROUNDS)
+"""For `rolecall expert-iteration`, which counts rounds."""

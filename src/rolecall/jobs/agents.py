@@ -45,17 +45,21 @@ def episode_rows(
     seed: int,
     n: int = _TRAIN_ROWS,
     prompt: str | None = None,
+    learned: str | None = None,
     eval_data: Any = None,
 ) -> tuple[Rows, Rows | None]:
-    """(rows to play, held-out rows if they will be used), each with the prompt that takes the place of a description."""
+    """(rows to play, held-out rows if they will be used), each with the prompt that takes the place of a description:
+    the one given, else the one that the model learned with, unless the rows have their own."""
     train, test = _episode_rows(env, rows, evaluation, seed=seed, n=n, eval_data=eval_data)
+    own = len(train) and "prompt" in train[0]
+    prompt = learned if prompt is None and not own else prompt
     if prompt is None:
         return train, test
     if not isinstance(env, str) or not env.startswith("gym:"):
         raise UserError(
             f"env.prompt is for environments named gym:…; {env_label(env)} says itself what the policy reads first"
         )
-    if len(train) and "prompt" in train[0]:
+    if own:
         raise UserError("the rows have prompts of their own: leave out env.prompt")
     return _prompted(train, prompt), None if test is None else _prompted(test, prompt)
 

@@ -117,10 +117,9 @@ def _episodes(
             how = replace(HeldOutOptions(**learned["eval"]), rows=options.n)
         elif source is not None and not (isinstance(source, str) and is_task(source)):
             how = HeldOutOptions()
-        prompt = options.agent.prompt
-        if prompt is None and env == learned.get("env"):  # it learned to answer to its own
-            prompt = learned.get("agent", {}).get("prompt")
-        all_rows, test = episode_rows(env, source, how, n=options.n, seed=options.seed, prompt=prompt)
+        learnt = prompting_of(options.model)
+        prompts = {"prompt": options.agent.prompt, "learned": learnt.prompt_in(env)}
+        all_rows, test = episode_rows(env, source, how, n=options.n, seed=options.seed, **prompts)
         found = all_rows if test is None else test
         chosen = head(found, options.n)
         sources = rewards or options.reward or tuple(learned.get("reward", ()))
@@ -130,7 +129,7 @@ def _episodes(
             reward = open_reward(sources, None, stack, weights=None, deadline_s=how_long, rows=chosen)
         envs = open_envs(env, options.agent, stack)
         policy = open_model(options.model, **reading(options.policy))
-        chat = prompting_of(options.model).filled(options.chat)
+        chat = learnt.filled(options.chat)
         arena = open_arena(
             envs, options.agent, policy=policy, engine=sampler(policy, options), reward=reward, chat=chat
         )

@@ -55,12 +55,14 @@ def run(options: PlayOptions, *, env: EnvSource | None = None, rows: RowsSource 
         given = options.rows if rows is None else rows
         if given is not None:
             how = HeldOutOptions()
-        train, test = episode_rows(source, given, how, n=options.n, seed=options.seed, prompt=options.agent.prompt)
+        learnt = prompting_of(options.model)
+        prompts = {"prompt": options.agent.prompt, "learned": learnt.prompt_in(source)}
+        train, test = episode_rows(source, given, how, n=options.n, seed=options.seed, **prompts)
         found = train if test is None else test
         chosen = list(head(found, options.n))
         envs = open_envs(source, options.agent, stack)
         policy = open_model(options.model, **reading(options.policy))
-        chat = prompting_of(options.model).filled(options.chat)
+        chat = learnt.filled(options.chat)
         arena = open_arena(
             envs, options.agent, policy=policy, engine=sampler(policy, options), reward=EnvOnly(), chat=chat
         )

@@ -24,6 +24,10 @@ class Prompting:
     """chat: messages through the chat template. text: plain. None: unknown, or both."""
     chat: ChatOptions = field(default_factory=ChatOptions)
     """Its system prompt and what its template was told."""
+    env: str | None = None
+    """The environment it played in, by name."""
+    env_prompt: str | None = None
+    """What took the place of that environment's description."""
 
     def filled(self, chat: ChatOptions) -> ChatOptions:
         """The options of a call; what they leave out is as in the run."""
@@ -32,6 +36,10 @@ class Prompting:
             system_prompt=self.chat.system_prompt if chat.system_prompt is None else chat.system_prompt,
             chat_template_kwargs={**self.chat.chat_template_kwargs, **chat.chat_template_kwargs},
         )
+
+    def prompt_in(self, env: object) -> str | None:
+        """What the run read first in an environment; None in another one, which says itself what is to be read."""
+        return self.env_prompt if env == self.env else None
 
 
 def style_of(rows: Rows) -> Style | None:
@@ -54,8 +62,11 @@ def prompting_of(model: str) -> Prompting:
             style = json.loads((run / "run.json").read_text()).get("prompts")
             if style not in ("chat", "text"):
                 return Prompting()
-            saved = saved_settings(str(run)).get("chat", {}) if style == "chat" else {}
-            return Prompting(style=style, chat=ChatOptions(**saved))
+            saved = saved_settings(str(run)) if style == "chat" else {}
+            prompt = (saved.get("agent") or {}).get("prompt")
+            return Prompting(
+                style=style, chat=ChatOptions(**saved.get("chat", {})), env=saved.get("env"), env_prompt=prompt
+            )
     return Prompting()
 
 

@@ -85,7 +85,7 @@ def _write(held: RunFiles, folder: Path, repo: str) -> None:
         if file.is_file() and file.name not in ("README.md", MANIFEST):
             _link(file, folder / file.name)
     report(held.path, out=folder / "report.html")
-    write_atomically(folder / SETTINGS, settings_yaml(held.config).encode())
+    write_atomically(folder / SETTINGS, settings_yaml(held).encode())
     write_atomically(folder / "README.md", model_card(held, repo=repo, base=_base(held)).encode())
 
 

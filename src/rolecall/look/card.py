@@ -20,11 +20,13 @@ _POINTS = 11
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HOW = {
     "sft": "supervised fine-tuning",
-    "rm": "training of a reward model",
+    "rm": "training a reward model",
     "rl": "reinforcement learning",
     "dpo": "direct preference optimisation",
     "expert-iteration": "expert iteration",
 }
+_ANSWERS = ("rl", "expert-iteration")
+_SHOWS = ": curves, and answers token by token"
 
 
 def model_card(run: RunFiles, *, repo: str, base: str | None) -> str:
@@ -43,8 +45,8 @@ def model_card(run: RunFiles, *, repo: str, base: str | None) -> str:
             head[key] = [name] if key == "datasets" else name
     parts = [
         f"# {markdown(repo.rpartition('/')[2])}",
-        f"Made by {how} with rolecall, {run.last_step} steps, seed "
-        f"{markdown(about.get('seed'))}. `report.html` shows the run: curves, and answers token by token.",
+        f"Made by {how} with rolecall, {run.last_step} step{'s' if run.last_step != 1 else ''}, seed "
+        f"{markdown(about.get('seed'))}. `report.html` shows the run{_SHOWS if run.command in _ANSWERS else ''}.",
         _table(["what", "from"], _made_of(run, base)),
         "## Results",
         *_results(run),
@@ -54,13 +56,18 @@ def model_card(run: RunFiles, *, repo: str, base: str | None) -> str:
         *_again(run),
         "## Settings",
         f"All of them are in `{SETTINGS}`:",
-        f"<details><summary>settings</summary>\n\n{_fenced(settings_yaml(config))}\n\n</details>",
+        f"<details><summary>settings</summary>\n\n{_fenced(settings_yaml(run))}\n\n</details>",
     ]
     return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n" + "\n\n".join(parts) + "\n"
 
 
-def settings_yaml(config: Mapping[str, Any]) -> str:
-    """The settings as a file for `--config`; of an absolute path only the name, which is all that means something elsewhere."""
+def settings_yaml(run: RunFiles) -> str:
+    """The settings as a file for `--config`; of an absolute path only the name, which is all that means something elsewhere.
+
+    A run of so many passes has their number of steps, too, which is what is repeated: both at once are refused.
+    """
+    passes = {} if run.command == "expert-iteration" else {"epochs": None}
+    config = run.config | {name: value for name, value in passes.items() if name in run.config}
     return str(yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True))
 
 

@@ -1,4 +1,5 @@
-"""Base models of 8 or 4 bits, in plain torch. Only an adapter on top trains.
+"""Base models of 8 or 4 bits. Only an adapter on top trains. Plain torch; where bitsandbytes is installed, its compiled
+kernel unpacks 4 bits, several times as fast and to the same values.
 
 The linear layers hold their weights rounded, and compute with the rounded values in the model's dtype; backward they are
 unpacked a second time, so that no plain copy stays in memory. Merging an adapter turns them back into plain layers
@@ -8,16 +9,22 @@ int8    one scale per row: the weight is code * scale, code in -127 … 127
 int4    NF4 (https://arxiv.org/abs/2305.14314): one scale per 64 weights, codes stand for the quantiles below
 """
 
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rolecall.policy import compiled
 from rolecall.policy.load import LoadedModel, LoadError
 
 Bits = Literal["int8", "int4"]
+Unpack = Callable[[Tensor, Tensor], Tensor]
+"""(codes [blocks, 32], scales [blocks, 1]) -> weights [blocks, 64]."""
 
 _BLOCK = 64
 _NF4 = (
@@ -110,6 +117,37 @@ def _packed(weight: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
 def _unpacked(codes: Tensor, scales: Tensor, bits: Bits, shape: tuple[int, int]) -> Tensor:
     if bits == "int8":
         return codes.float() * scales
+    unpack = (_bitsandbytes() if codes.device.type == "cpu" and compiled.wanted() else None) or _unpack
+    return unpack(codes, scales).flatten()[: shape[0] * shape[1]].view(shape)
+
+
+def _unpack(codes: Tensor, scales: Tensor) -> Tensor:
     levels = torch.tensor(_NF4, device=codes.device)
     both = torch.stack([codes >> 4, codes & 15], dim=-1).flatten(1)
-    return (levels[both.long()] * scales).flatten()[: shape[0] * shape[1]].view(shape)
+    return levels[both.long()] * scales
+
+
+@cache
+def _bitsandbytes() -> Unpack | None:
+    """The kernel of bitsandbytes, if that is installed and gives the very values of ours for every code."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what its imports warn of
+        try:
+            from bitsandbytes.functional import QuantState, dequantize_4bit
+        except Exception:  # not installed, or no build for this machine
+            return None
+
+    def unpack(codes: Tensor, scales: Tensor) -> Tensor:
+        shape = torch.Size((len(codes), _BLOCK))
+        how = {"blocksize": _BLOCK, "quant_type": "nf4", "dtype": torch.float32}
+        state = QuantState(absmax=scales.flatten(), shape=shape, code=torch.tensor(_NF4), **how)
+        made: Tensor = dequantize_4bit(codes.reshape(-1, 1), state)
+        return made
+
+    codes = torch.arange(256, dtype=torch.uint8).view(-1, _BLOCK // 2)
+    scales = torch.rand((len(codes), 1), generator=torch.Generator().manual_seed(0))
+    try:
+        same = torch.equal(unpack(codes, scales), _unpack(codes, scales))
+    except Exception:  # another version of it
+        same = False
+    return unpack if same else None

@@ -21,9 +21,6 @@ from rolecall.train.signals import Dropped, StopSignals
 from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
 
-_TRIAL = 5
-"""Of a run with fewer steps nobody expects that it learns."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopOptions:
@@ -136,8 +133,8 @@ class Loop:
         with StopSignals(grace=self.grace) as stop:
             self.peers.on_loss = stop.drop
             if start >= self.options.steps and not self._unevaluated:
-                if (self._idle or 0) >= _TRIAL:
-                    return self._end(start, ExitCode.ERROR, f"nothing trained in the {start} steps of this run")
+                if self._idle:
+                    return self._end(start, ExitCode.ERROR, f"nothing has trained in the {_counted(start)} of this run")
                 return self._end(start, ExitCode.DONE, f"all {start} steps are done already; `--steps +N` adds more")
             self.progress.begin(title, start=start, steps=self.options.steps)
             try:
@@ -182,7 +179,7 @@ class Loop:
                 improved = self.best_step == step
                 reached = o.stop_at is not None and score is not None and self._reaches(score, o.stop_at)
             if error is None and not reached:
-                error = self._untrained(step)
+                error = self._untrained(over=step == o.steps)
             asked = self._asked(stop)
             last = bool(asked) or error is not None or reached or step == o.steps
             not_finite = None
@@ -207,7 +204,7 @@ class Loop:
                 return self._end_as_asked(asked, step, stop)
             if reached:
                 return self._end(step, ExitCode.DONE, f"{o.main} reached {o.stop_at} at step {step}")
-        return self._end(step, ExitCode.DONE, f"done after {step} steps")
+        return self._end(step, ExitCode.DONE, f"done after {_counted(step)}")
 
     def _broken_off(self, error: BaseException, stop: StopSignals) -> Outcome:
         """A signal's grace is over, or a peer is lost: go back to the last complete step, save it, and end.
@@ -309,16 +306,13 @@ class Loop:
         why = getattr(self.learner, "unscored", None) or "every reward failed"
         return f"no answer of step {step} could be scored: {why}"
 
-    def _untrained(self, step: int) -> str | None:
-        """The error if nothing has ever trained, once the run has gone on like that for long or is over.
-
-        That a handful of steps happen to be flat is no error: a short run is a trial.
-        """
-        o, idle = self.options, self._idle or 0
-        if idle < _TRIAL or (idle < o.idle_steps and step < o.steps):
+    def _untrained(self, *, over: bool) -> str | None:
+        """The error if nothing has ever trained, once the run has gone on like that for long or is over."""
+        idle = self._idle or 0
+        if not idle or not (over or idle >= self.options.idle_steps):
             return None
         why = "; ".join(self.learner.explain().splitlines()[1:]) or "every gradient was 0 or not finite"
-        return f"nothing has trained in {idle} steps: {why}"
+        return f"nothing has trained in {_counted(idle)}: {why}"
 
     def _asked(self, stop: StopSignals) -> Asked:
         own = Asked.NOTHING
@@ -337,7 +331,13 @@ class Loop:
             return self._end(step, code, saved)
         if asked is Asked.CALLBACK_FAILED:
             return self._end(step, ExitCode.ERROR, f"{self.callbacks.failed or 'a callback failed'}; {saved}")
-        return self._end(step, ExitCode.DONE, f"stopped at step {step} by {self.callbacks.stopped or 'a callback'}")
+        reason, untrained = (
+            f"stopped at step {step} by {self.callbacks.stopped or 'a callback'}",
+            self._untrained(over=True),
+        )
+        if untrained is not None:
+            return self._end(step, ExitCode.ERROR, f"{reason}; {untrained}")
+        return self._end(step, ExitCode.DONE, reason)
 
     def _beats(self, score: float, other: float) -> bool:
         return score < other if self.options.lower else score > other
@@ -384,3 +384,7 @@ class Loop:
 def _trained(metrics: Mapping[str, float]) -> bool:
     """Whether an optimiser step was taken with a gradient that is not 0. A learner that logs neither has no optimiser."""
     return metrics.get("optimizer_steps", 1.0) > 0 and 0 < metrics.get("grad_norm", 1.0) < inf
+
+
+def _counted(count: int) -> str:
+    return f"{count} step{'s' if count > 1 else ''}"
