@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMPS := $(VENV)/.stamps
 
-.PHONY: help setup demo test test-slow test-plain check format bench results results-quick mutate docs clean
+.PHONY: help setup demo test test-slow test-plain check format bench results results-quick mutate mutate-wiring docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -84,5 +84,8 @@ mutate: $(STAMPS)/mutate  ## mutation tests of the maths: survivors and score
 	@$(BIN)/mutmut export-cicd-stats > /dev/null
 	@$(BIN)/python -c 'import json; s = json.load(open("mutants/mutmut-cicd-stats.json")); print("killed", s["killed"] + s["timeout"], "of", s["total"])'
 
+mutate-wiring: $(STAMPS)/dev  ## mutation tests of everything but the maths, on a sample: score and survivors; goes on where it stopped
+	$(BIN)/python benchmarks/mutate_wiring.py
+
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis mutants
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis mutants .mutate
