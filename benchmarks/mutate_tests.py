@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -294,22 +295,20 @@ def record(slot: Slot, test_file: Path) -> dict:
 
 
 def _functions(folder: Path, source: Path, tests: dict[str, float]) -> dict[str, dict[str, list[int]]]:
+    """What coverage wrote down, in this process and in those of the tests: function -> test -> lines."""
     from coverage import CoverageData
 
-    functions: dict[str, dict[str, list[int]]] = {}
+    found: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for path in folder.glob("lines*"):
         data = CoverageData(str(path))
         data.read()
         for file in data.measured_files():
-            name = str(Path(file).relative_to(source))
-            ranges = spans(Path(file).read_bytes())
-            for line, contexts in data.contexts_by_lineno(file).items():
-                place = next(((name, first, where) for first, last, where in ranges if first < line <= last), None)
-                for test in set(contexts) & tests.keys() if place else ():
-                    rows = functions.setdefault(f"{place[0]}::{place[2]}", {}).setdefault(test, [])
-                    if line - place[1] not in rows:
-                        rows.append(line - place[1])
-    return functions
+            contexts = {line: tests.keys() & set(names) for line, names in data.contexts_by_lineno(file).items()}
+            for first, last, where in spans(Path(file).read_bytes()):
+                for line in range(first + (first < last), last + 1):  # the line of `def` runs on import
+                    for test in contexts.get(line, ()):
+                        found[f"{Path(file).relative_to(source)}::{where}"][test].add(line - first)
+    return {place: {test: sorted(lines) for test, lines in by_test.items()} for place, by_test in found.items()}
 
 
 def digest(*paths: Path) -> str:

@@ -54,7 +54,8 @@ class State:
 
     def test_files(self, folders: list[str]) -> list[Path]:
         """The tests that may be run."""
-        return [path for name in folders for path in sorted((self.root / "tests" / name).glob("test_*.py"))]
+        patterns = [name if name.endswith(".py") else f"{name}/test_*.py" for name in folders]
+        return [path for pattern in patterns for path in sorted((self.root / "tests").glob(pattern))]
 
     def recorded(self, test_file: Path) -> Path:
         """Where its lines are kept; another path once the test has changed."""
@@ -239,7 +240,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--children", type=int, default=2, help="runs at the same time")
     parser.add_argument("--most", type=int, help="mutants to run now")
-    parser.add_argument("--tests", nargs="+", default=_TESTS, help="folders of tests to use")
+    parser.add_argument("--tests", nargs="+", default=_TESTS, help="folders or files of tests to use, in tests/")
     parser.add_argument("--report", action="store_true", help="print what is known, run nothing")
     args = parser.parse_args()
     state = State(ROOT)
