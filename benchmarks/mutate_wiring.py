@@ -127,16 +127,34 @@ def _ordered(tests: list[str], seconds: dict[str, float]) -> list[str]:
 
 
 def users_of_names(package: Path) -> dict[str, set[str]]:
-    """Name -> the functions in whose text it occurs, as `file::function`."""
+    """Name -> the functions that it reaches, as `file::function`: in whose text it occurs, or a table made from it."""
     users: dict[str, set[str]] = defaultdict(set)
+    made_from: dict[str, set[str]] = defaultdict(set)
     for path in sorted(package.rglob("*.py")):
         source, file = path.read_bytes(), str(path.relative_to(package.parent))
         ranges = spans(source)
-        for node in ast.walk(ast.parse(source)):
-            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
-            if name:
-                users[name] |= {f"{file}::{where}" for first, last, where in ranges if first <= node.lineno <= last}
+        for statement in ast.parse(source).body:
+            made = statement.name if isinstance(statement, ast.ClassDef) else _target(statement)
+            for node in ast.walk(statement):
+                name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
+                if name is None:
+                    continue
+                inside = {f"{file}::{where}" for first, last, where in ranges if first <= node.lineno <= last}
+                users[name] |= inside
+                if made and not inside and isinstance(node, ast.Name) and name != made:
+                    made_from[name].add(made)
+    for name in list(made_from):
+        reached, todo = {name}, [name]
+        while todo:
+            todo += (new := made_from.get(todo.pop(), set()) - reached)
+            reached |= new
+        users[name] = set().union(*(users[other] for other in reached))
     return users
+
+
+def _target(statement: ast.stmt) -> str | None:
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    return targets[0].id if isinstance(targets[0], ast.Name) else None
 
 
 # -- the processes of the pool ------------------------------------------------------------------------------------------
