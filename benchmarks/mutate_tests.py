@@ -123,7 +123,7 @@ class Slot:
         hard = int(limit) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (hard, hard + 5))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.environ |= {"PYTHONPATH": str(self.source), "XDG_CACHE_HOME": str(self.folder / "cache")}
+        os.environ |= {"PYTHONPATH": str(self.source), "ROLECALL_CACHE": str(self.folder / "cache")}
         sys.path.insert(0, str(self.source))
         os.chdir(self.root)
         options = [
