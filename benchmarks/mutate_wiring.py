@@ -171,10 +171,9 @@ def _record(test_file: Path) -> tuple[Path, dict]:
     return test_file, record(_slot, test_file)
 
 
-def _try(task: tuple[Mutant, list[str], float]) -> tuple[Mutant, dict]:
-    mutant, tests, limit = task
-    source = (_slot.source / mutant.file).read_bytes()
-    outcome = _slot.run(tests, changed=(mutant.file, mutant.apply(source)), limit=limit)
+def _try(task: tuple[Mutant, bytes, list[str], float]) -> tuple[Mutant, dict]:
+    mutant, text, tests, limit = task
+    outcome = _slot.run(tests, changed=(mutant.file, text), limit=limit)
     entry = {"verdict": outcome.verdict, "by": outcome.by, "seconds": round(outcome.seconds, 2)}
     return mutant, entry | {"noticed": outcome.verdict not in ("passed", "none")}
 
@@ -211,8 +210,8 @@ def run(args: argparse.Namespace, state: State) -> list[Mutant]:
             sources[mutant.file] = digest(state.source / mutant.file)
             tests = tests_for(mutant, lines, users, source)
             if not state.known(mutant, sources[mutant.file], tests):
-                tasks.append((mutant, tests, 20 + 3 * sum(lines.seconds[t] for t in tests)))
-        chosen = {mutant.key: tests for mutant, tests, _ in tasks}
+                tasks.append((mutant, mutant.apply(source), tests, 20 + 3 * sum(lines.seconds[t] for t in tests)))
+        chosen = {mutant.key: tests for mutant, _, tests, _ in tasks}
         for number, (mutant, entry) in enumerate(pool.imap_unordered(_try, tasks[: args.most]), 1):
             key = {"key": mutant.key, "source": sources[mutant.file]}
             state.add(key | entry | {"tests": state.signature(chosen[mutant.key]), "count": len(chosen[mutant.key])})
