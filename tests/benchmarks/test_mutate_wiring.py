@@ -28,7 +28,7 @@ def half(x: int = 2, *, loud: bool = False) -> float:
 def step(way: str) -> int:
     return abs(TABLE[way]) * TABLE[way]
 '''
-SMALL = """TABLE = {"two": 2}
+SMALL = """TABLE = {"two": 2, "six": 6}
 
 
 def half(x):
@@ -38,10 +38,15 @@ def half(x):
 def unused(a):
     return -a
 """
-TEST = """from toy_room.room.maths import half
+TEST = """import pytest
+from toy_room.room.maths import TABLE, half
 
 def test_half():
     assert half(4) == 2
+
+@pytest.mark.parametrize("name", [name for name in TABLE if name != "two"])
+def test_others(name):
+    assert TABLE[name] < 9
 """
 
 
@@ -125,7 +130,9 @@ def test_a_wrong_edit_is_noticed_an_equal_one_survives_and_nothing_is_run_twice(
     verdicts = {m.key.split(": ", 1)[1]: toy.results[m.key]["noticed"] for m in mutants}
     line = 'return None if x < 0 else abs(x) / TABLE["two"]'
     assert verdicts[f"{line} => {line.replace('/', '*')}"]
-    assert verdicts['TABLE = {"two": 2} => TABLE = {"two": 3}']
+    table = 'TABLE = {"two": 2, "six": 6} => TABLE = '
+    assert verdicts[f'{table}{{"two": 3, "six": 6}}']
+    assert not verdicts[f"{table}{{\"two\": 2, 'XXsix': 6}}"]  # the name of a test is another one, and no test fails
     assert not verdicts[f"{line} => {line.replace('abs(x)', '(x)')}"]  # the same, since x is not below 0
     assert not verdicts["return -a => return (a)"]  # no test runs it
     zero = f"toy_room/room/maths.py::half: {line} => {line.replace('<', '<=')}"
