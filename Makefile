@@ -7,7 +7,7 @@ STAMPS := $(VENV)/.stamps
 
 AGAINST ?= HEAD~1
 
-.PHONY: help setup demo frozen docs-site wheel package test test-slow test-plain check format bench results results-quick mutate mutants-listed kernels docs clean
+.PHONY: help setup demo frozen docs-site wheel package test test-slow test-plain check format bench results results-quick mutate mutate-wiring mutants-listed kernels docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -106,6 +106,9 @@ mutate: $(STAMPS)/mutate  ## mutation tests of the maths: survivors and score
 	@$(BIN)/mutmut export-cicd-stats > /dev/null
 	@$(BIN)/python -c 'import json; s = json.load(open("mutants/mutmut-cicd-stats.json")); print("killed", s["killed"] + s["timeout"], "of", s["total"])'
 
+mutate-wiring: $(STAMPS)/dev  ## mutation tests of everything but the maths, on a sample: score and survivors; goes on where it stopped
+	$(BIN)/python benchmarks/mutate_wiring.py
+
 frozen: $(STAMPS)/dev  ## whether every command does what it did: AGAINST=COMMIT, by default the last one
 	$(BIN)/python benchmarks/frozen.py --against $(AGAINST)
 
@@ -113,4 +116,4 @@ mutants-listed: $(STAMPS)/dev  ## known mistakes of the wiring: each must make a
 	$(BIN)/python benchmarks/mutants_listed.py
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis mutants
+	rm -rf $(VENV) dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis mutants .mutate

@@ -165,6 +165,15 @@ def test_difficulty_draws_buckets_as_a_normal_around_half():
     assert difficulty(lopsided, rng) == [0], "a bucket whose chance underflows is still a bucket"
 
 
+def test_a_total_at_the_bound_is_solved(monkeypatch):
+    known = []
+    monkeypatch.setitem(SAMPLERS, "random", lambda groups, rng: known.extend(groups) or [])
+    held = buffer("random", solved_at=0.5)
+    held.add([stored(1, (0.5, 0.6, 0.4, None))])
+    held.draw(1, version=0, step=0)
+    assert [group.solved for group in known] == [2]
+
+
 def test_chance_depends_on_the_seed_and_the_step_alone():
     def draw(step, seed=0, before=0):
         held = ReplayBuffer(Limits(size=50, max_staleness=9, max_uses=9), sampler="random", seed=seed)

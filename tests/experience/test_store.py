@@ -220,10 +220,31 @@ def test_every_field_of_the_records_has_a_column():
     assert {f.name for f in fields(Sampling)} == {f.name for f in ROLLOUTS.schema.field("sampling").type}
 
 
-def test_every_column_is_documented():
+def test_every_column_is_documented_with_its_type_and_whether_it_may_be_null():
     documented = DOCS.read_text()
-    for name in (*ROLLOUTS.schema.names, *UPDATES.schema.names):
-        assert f"| `{name}` |" in documented
+    for column in (*ROLLOUTS.schema, *UPDATES.schema):
+        assert f"| `{column.name}` | {spoken(column.type)}{', null' if column.nullable else ''} |" in documented
+
+
+def spoken(kind: pa.DataType) -> str:
+    """A type in the words of the page."""
+    if pa.types.is_list(kind):
+        return f"list of {spoken(kind.value_type)}"
+    return {"double": "float64", "float": "float32"}.get(str(kind), "struct" if pa.types.is_struct(kind) else str(kind))
+
+
+def test_the_fields_of_structs_are_what_readers_of_files_rely_on():
+    def of(name):
+        kind = ROLLOUTS.schema.field(name).type
+        return [f"{f.name}: {f.type}{'' if f.nullable else ' not null'}" for f in getattr(kind, "value_type", kind)]
+
+    assert of("turns") == ["start: int32 not null", "end: int32 not null"]
+    assert of("authors") == [*of("turns"), "author: string not null"]
+    assert of("messages") == ["role: string not null", "content: string not null", "name: string", "author: string"]
+    assert of("scores") == ["part: string not null", "score: double"]
+    limits = ["temperature: double not null", "top_k: int64", "top_p: double", "min_p: double"]
+    stops = ["stop_ids: list<element: int32 not null>", "stop_strings: list<element: string not null> not null"]
+    assert of("sampling") == [*limits, "max_new_tokens: int64 not null", *stops, "logprobs: string"]
 
 
 def test_a_plain_reader_sees_lists_cut_to_length_and_null_for_nan(tmp_path):

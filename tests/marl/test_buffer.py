@@ -35,6 +35,17 @@ def test_a_longer_episode_may_come_later():
     assert sorted(buffer.sample(2).episodes.lengths.tolist()) == [2, 8]
 
 
+def test_errors_of_a_skipped_step_change_no_priority():
+    buffer = EpisodeBuffer(3, seed=0, alpha=1.0)
+    buffer.add(recorded([3] * 3, ["end"] * 3, time=5))
+    buffer.set_priorities(torch.tensor([0, 1, 2]), torch.tensor([1.0, -2.0, 3.0]))
+    for errors in ([9.0, float("nan")], [float("inf"), 9.0]):
+        buffer.set_priorities(torch.tensor([0, 1]), torch.tensor(errors))
+    torch.testing.assert_close(
+        buffer.state_dict()["priorities"], torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) + 1e-6
+    )
+
+
 @pytest.mark.parametrize("held", [3, 5])
 def test_what_is_drawn_is_a_copy(held):
     """Also when as many are drawn as there are."""

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from rolecall.marl.envs import open_envs
+from rolecall.marl.envs.foraging import _first
 
 BOARDS = ["8x8-2p-2f-coop", "8x8-2p-2f-2s-coop", "5x5-3p-2f", "6x6-4p-3f-2s", "10x10-3p-3f", "7x7-2p-1f-3s-coop"]
 
@@ -81,3 +82,12 @@ def test_an_episode_is_a_function_of_its_seed_alone(kind):
     first = [envs.reset([seed]).obs.copy() for seed in range(40)]
     again = [envs.reset([seed]).obs.copy() for seed in reversed(range(40))]
     assert all(np.array_equal(a, b) for a, b in zip(first, reversed(again), strict=True))
+
+
+def test_what_is_seen_keeps_its_order_on_the_fullest_board():
+    """More than 16 items: sorts that are stable by luck are not any more."""
+    items = np.arange(20 * 3, dtype=np.float32).reshape(1, 1, 20, 3)
+    seen = (np.arange(20) % 3 > 0).reshape(1, 1, 20)
+    front = _first(items, seen)[0, 0]
+    np.testing.assert_array_equal(front[: seen.sum()], items[0, 0][seen[0, 0]])
+    np.testing.assert_array_equal(front[seen.sum() :], [(-1, -1, 0)] * int((~seen).sum()))

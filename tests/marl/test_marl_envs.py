@@ -38,10 +38,38 @@ def said(name, **options):
         ("odd_envs:nobody", "has no function 'nobody'"),
         ("odd_envs:continuous", "Discrete"),
         ("no/such/file.py:make", "is not there"),
+        *[(f"{kind}x:1", f"did you mean '{kind}'?") for kind in names.KINDS],
+        *[(f"lbf:{board}", "1 to 20 players and pieces of food") for board in ("8x8-0p-1f", "8x8-1p-0f")],
+        *[(f"lbf:{board}", "1 to 20 players and pieces of food") for board in ("20x20-21p-1f", "20x20-1p-21f")],
     ],
 )
 def test_a_wrong_name_is_one_sentence(name, sentence):
     assert sentence in said(name)
+
+
+def test_the_kinds_are_those_that_the_forms_show():
+    assert names.KINDS == ("climbing", "penalty", "lbf", "lbforaging", "mpe", "pettingzoo", "gym")
+    assert all(f"{kind}:" in names.FORMS or f"{kind}," in names.FORMS for kind in names.KINDS)
+
+
+@pytest.mark.parametrize(("board", "agents"), [("5x5-1p-1f", 1), ("20x20-20p-20f", 20)])
+def test_the_smallest_and_the_fullest_board_open(board, agents):
+    assert len(open_envs(f"lbf:{board}", 1).spec.agents) == agents
+
+
+@pytest.mark.parametrize(("name", "team"), [("odd_envs:Parallel", "mean"), ("gym:CartPole-v1", "sum")])
+def test_an_episode_begins_unfinished_and_the_end_of_a_run_closes_it(name, team, monkeypatch):
+    """Agents of a parallel environment share one reward, whose mean is the team's; Gymnasium's is summed."""
+    envs = open_envs(name, 1)
+    assert envs.spec.team == team
+    frame = envs.reset([3])
+    assert not frame.terminated.any()
+    assert not frame.truncated.any()
+    closed = []
+    inner = envs._envs[0]._env
+    monkeypatch.setattr(inner, "close", lambda: closed.append(True))
+    envs.close()
+    assert closed == [True]
 
 
 def test_a_missing_package_names_the_command(monkeypatch):

@@ -124,12 +124,10 @@ def _both_supports(fresh: Batch, replayed: Batch, time: int) -> Supports | None:
 def _filled(name: str, tensor: Tensor | None, rows: int, time: int, *, like: Tensor | None) -> Tensor:
     """A field of `rows` rows, as wide as `time`; where there is nothing, what `_FILL` says."""
     fill = _FILL.get(name, torch.nan)
-    if tensor is None and name == "episodes":
-        return torch.arange(-1, -1 - rows, -1)  # none of them is cut: each row is an episode of its own
     if tensor is None:
         assert like is not None
         if like.dim() == 1 and name not in _FILL and not like.is_floating_point():
-            return -1 - torch.arange(rows)  # names: each row has one of its own
+            return -1 - torch.arange(rows)  # names of episodes: each row is one of its own
         return torch.full((rows, time)[: like.dim()], fill, dtype=like.dtype)
     if tensor.dim() == 1:
         return tensor

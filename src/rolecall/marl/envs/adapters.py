@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rolecall.marl.envs.base import EnvError, EnvSpec, Moment, Team
+from rolecall.marl.envs.base import EnvError, EnvSpec, Moment
 from rolecall.tasks.gym_text import at_own_limit, own_limit
 
 DEFAULT_LIMIT = 500
@@ -26,7 +26,6 @@ class GymEnv:
         *,
         name: str,
         limit: int | None = None,
-        team: Team = "sum",
         before_reset: Callable[[Any], None] = lambda env: None,
         really_ended: Callable[[Any], bool] | None = None,
     ) -> None:
@@ -49,7 +48,7 @@ class GymEnv:
             obs_size=max(_size(space, name) for space in seen),
             n_actions=max(self.actions),
             limit=limit or _own_limit(env) or DEFAULT_LIMIT,
-            team=team,
+            team="sum",
         )
         self._spaces = seen
 
@@ -104,7 +103,7 @@ class ParallelEnv:
     keeps itself, else it was cut off.
     """
 
-    def __init__(self, env: Any, *, name: str, limit: int | None = None, team: Team = "mean") -> None:
+    def __init__(self, env: Any, *, name: str, limit: int | None = None) -> None:
         from gymnasium import spaces
 
         self._env = env
@@ -128,7 +127,6 @@ class ParallelEnv:
             obs_size=max(_size(space, name) for space in self._spaces),
             n_actions=max(self.actions),
             limit=limit or _own_limit(env) or DEFAULT_LIMIT,
-            team=team,
         )
 
     def reset(self, seed: int) -> Moment:
@@ -204,7 +202,6 @@ def foraging_env(id_: str, *, name: str, limit: int | None = None) -> GymEnv:
         env,
         name=name,
         limit=limit or env._max_episode_steps,
-        team="sum",
         before_reset=forget,
         really_ended=lambda env: env.field.sum() == 0,
     )

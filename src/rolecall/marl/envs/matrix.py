@@ -23,7 +23,7 @@ class MatrixGames:
     The limit cuts off: the game itself has no end.
     """
 
-    def __init__(self, payoffs: Sequence[Sequence[float]], *, name: str, count: int, limit: int = 25) -> None:
+    def __init__(self, payoffs: Sequence[Sequence[float]], *, name: str, count: int, limit: int) -> None:
         self._payoffs = np.array(payoffs, np.float64)
         self.count = count
         self.spec = EnvSpec(
