@@ -1,8 +1,10 @@
 """Shape checks for the whole suite: every annotation in `rolecall.maths` is enforced by jaxtyping and beartype."""
 
+import gc
 import logging
 import os
 
+gc.disable()  # until everything is imported
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from jaxtyping import install_import_hook
@@ -17,6 +19,12 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """Modules and collected tests stay: collections need not search them."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 Exit codes: 0 done · 1 error · 2 the call is wrong · 3 diverged · 74 disk · 75 try again · 130 Ctrl-C · 143 SIGTERM
 """
 
+import gc
 import os
 import shutil
 import sys
@@ -79,7 +80,9 @@ def _run(command: Command, words: Sequence[str]) -> int:
             print(f"\n{imported(command.plan)(resolved.options)}")
         return 0
     check_paths(resolved.options)
-    result = imported(command.run)(resolved.options)
+    run = imported(command.run)
+    gc.freeze()  # modules stay: collections need not search them
+    result = run(resolved.options)
     return int(result) if isinstance(result, int) and not isinstance(result, bool) else 0
 
 

@@ -400,9 +400,10 @@ def _encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, 
     """Ids of a plain text with the tokenizer's own start token, but without an end token: the text goes on."""
     # Who needs the ids to fit says so in a sentence of its own; the tokenizer's warning would come before it.
     ids = list(tokenizer(text, verbose=False)["input_ids"])
-    bare = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    while ids and ids[-1] == tokenizer.eos_token_id and ids[-len(bare) :] != bare:
-        ids.pop()
+    if ids and ids[-1] == tokenizer.eos_token_id:
+        bare = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        while ids and ids[-1] == tokenizer.eos_token_id and ids[-len(bare) :] != bare:
+            ids.pop()
     return tuple(ids)
 
 
