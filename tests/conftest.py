@@ -11,6 +11,7 @@ from jaxtyping import install_import_hook
 
 install_import_hook("rolecall.maths", "beartype.beartype")
 
+import cloudpickle
 import jaxtyping
 import pytest
 import torch
@@ -21,10 +22,12 @@ settings.load_profile("repeatable")
 torch.set_num_threads(1)
 
 
-def pytest_collection_finish():
-    """Modules and collected tests stay: collections need not search them."""
-    gc.freeze()
+def pytest_collection_finish(session):
+    gc.freeze()  # modules and collected tests stay: collections need not search them
     gc.enable()
+    # What a worker process is sent of a test module must not make it import that module, and torch with it.
+    for module in {item.module for item in session.items}:
+        cloudpickle.register_pickle_by_value(module)
 
 
 @pytest.fixture(autouse=True)
