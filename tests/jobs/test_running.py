@@ -17,7 +17,20 @@ from rolecall.policy.tiny import tiny_config
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.loop import Outcome
 
-SFT = ["-m", "rolecall", "sft", "--rows", "sorting", "--steps", "1", "--batch", "4", "--save.every", "0", "--quiet"]
+SFT = [
+    "-m",
+    "rolecall",
+    "sft",
+    "--rows",
+    "sorting:length=2",
+    "--steps",
+    "1",
+    "--batch",
+    "4",
+    "--save.every",
+    "0",
+    "--quiet",
+]
 
 
 def test_two_jobs_without_a_name_never_share_one(tmp_path, monkeypatch):
@@ -48,7 +61,19 @@ def test_two_processes_train_one_run(tmp_path):
 
     words = ["--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     (tmp_path / "mine.py").write_text("def odd(completions, **k):\n    return [len(c) % 2 for c in completions]\n")
-    command = ["rl", "--preset", "ppo", "--rows", "sorting", "--steps", "2", "--prompts", "6", "--out", "runs/two"]
+    command = [
+        "rl",
+        "--preset",
+        "ppo",
+        "--rows",
+        "sorting:length=2",
+        "--steps",
+        "2",
+        "--prompts",
+        "6",
+        "--out",
+        "runs/two",
+    ]
     command += ["--reward", "mine.py:odd"]
     command += [
         "--sampling.max_new_tokens",
@@ -104,6 +129,6 @@ def test_a_script_does_not_go_on_after_a_run_that_was_stopped(code, raised):
 
 
 def test_from_python_progress_is_seen_where_nobody_set_up_logging(tmp_path):
-    code = "import rolecall; rolecall.sft(rows='sorting', steps=1, batch=2, out='x')"
+    code = "import rolecall; rolecall.sft(rows='sorting:length=2', steps=1, batch=2, out='x')"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "done after 1 step" in done.stderr
