@@ -5,6 +5,7 @@ import os
 import socket
 from pathlib import Path
 
+import torch
 from accelerate.state import AcceleratorState
 
 import rolecall.jobs.rl  # noqa: F401  (here, or every child would import it)
@@ -28,6 +29,7 @@ def two_processes(place: Path, *arguments: str) -> None:
         if child == 0:
             code = 1
             try:
+                torch.set_num_threads(1)
                 os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
                 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
                 AcceleratorState._reset_state(reset_partial_state=True)
