@@ -1,14 +1,17 @@
 """Shape checks for the whole suite: every annotation in `rolecall.maths` is enforced by jaxtyping and beartype."""
 
+import gc
 import logging
 import os
 
+gc.disable()  # until everything is imported
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from jaxtyping import install_import_hook
 
 install_import_hook("rolecall.maths", "beartype.beartype")
 
+import cloudpickle
 import jaxtyping
 import pytest
 import torch
@@ -17,6 +20,14 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish(session):
+    gc.freeze()  # modules and collected tests stay: collections need not search them
+    gc.enable()
+    # What a worker process is sent of a test module must not make it import that module, and torch with it.
+    for module in {item.module for item in session.items}:
+        cloudpickle.register_pickle_by_value(module)
 
 
 @pytest.fixture(autouse=True)

@@ -43,14 +43,14 @@ _JOBS = (
 
 
 def __getattr__(name: str) -> Any:
-    from importlib import import_module
+    from rolecall.heavy import import_heavy
 
     if name == "Callback":
-        return import_module("rolecall.train.callbacks").Callback
+        return import_heavy("rolecall.train.callbacks").Callback
     if name not in _JOBS:
         raise AttributeError(f"module 'rolecall' has no attribute {name!r}")
     _import_tqdm_quietly()
-    return getattr(import_module(f"rolecall.jobs.{name}"), name)
+    return getattr(import_heavy(f"rolecall.jobs.{name}"), name)
 
 
 def _import_tqdm_quietly() -> None:

@@ -101,6 +101,16 @@ def test_python_on_a_page_is_python(page):
         ast.parse(block)
 
 
+@pytest.mark.parametrize("page", ["docs/rewards.md", "docs/data.md"])
+def test_the_snippets_of_a_page_run_as_they_stand(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    snippets = blocks(page, "python")
+    assert len(snippets) >= 3
+    scope = {"__name__": "__main__"}
+    for snippet in snippets:
+        exec(compile(snippet, page, "exec"), scope)
+
+
 @pytest.mark.filterwarnings("ignore:the rows or the environment bring tools")  # tiny's template shows none
 @pytest.mark.parametrize("page", ["docs/from-trl.md", "docs/from-verl.md"])
 def test_the_code_of_a_migration_page_runs(page, tmp_path, monkeypatch):

@@ -1,18 +1,12 @@
-"""Multi-agent runs that are killed and resumed, in forked children: `marl_driver.py ALGO PLACE SEED KILLS`.
+"""Multi-agent runs that are killed and resumed, in forked children."""
 
-Prints how the children ended and in which files the result differs from a run that was left alone.
-"""
-
-import json
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from resume_driver import differing, forked
 
 from rolecall.config.marl import MARLOptions
@@ -52,7 +46,8 @@ def train(algo: str, out: Path, **more: Any) -> int:
 
 
 def interrupt(algo: str, place: Path, seed: int, kills: int) -> dict[str, Any]:
-    """Kill a run with SIGKILL, each time a little after another checkpoint is there, then let it finish."""
+    """Kill a run with SIGKILL, each time a little after another checkpoint is there, then let it finish: how the children
+    ended, and in which files the result differs from a run that was left alone."""
     rng = random.Random(seed)
     whole, broken = place / "whole", place / "broken"
     assert os.waitstatus_to_exitcode(os.waitpid(forked(lambda: train(algo, whole)), 0)[1]) == 0
@@ -68,9 +63,3 @@ def interrupt(algo: str, place: Path, seed: int, kills: int) -> dict[str, Any]:
         ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     last = os.waitstatus_to_exitcode(os.waitpid(forked(lambda: train(algo, broken, resume=True)), 0)[1])
     return {"ended": ended, "last": last, "differing": differing(whole, broken)}
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    algo, place, *numbers = sys.argv[1:]
-    sys.stdout.write(json.dumps(interrupt(algo, Path(place), *map(int, numbers))))

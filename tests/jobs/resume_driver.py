@@ -1,15 +1,9 @@
-"""Runs of the tiny model that are killed and resumed, in forked children of one process that has torch loaded.
+"""Runs of the tiny model that are killed and resumed, in forked children of a process that has torch loaded."""
 
-`interrupt KIND PLACE SEED`: a reference run, then the same run killed again and again until it is done. Prints how it
-was killed and whether every byte that is promised is the same.
-"""
-
-import json
 import os
 import random
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -135,7 +129,8 @@ def differing(one: Path, other: Path) -> list[str]:
 
 
 def interrupt(kind: str, place: Path, seed: int, saves: int, terms: int) -> dict[str, Any]:
-    """Kill a run `saves` times inside a save and `terms` times at random moments, with SIGTERM and SIGKILL in turn."""
+    """A reference run, then the same run killed `saves` times inside a save and `terms` times at random moments, with
+    SIGTERM and SIGKILL in turn: how the children ended, and in which files each result differs from the reference."""
     first_table()  # here, or every child would spend its first moments on it
     rng = random.Random(seed)
     whole, broken = place / "whole", place / "broken"
@@ -165,10 +160,3 @@ def interrupt(kind: str, place: Path, seed: int, saves: int, terms: int) -> dict
             compared.append(differing(whole, broken))
             shutil.rmtree(broken)  # the next one starts over
     return {"ended": ended, "differing": compared}
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    command, kind, place, *numbers = sys.argv[1:]
-    assert command == "interrupt"
-    sys.stdout.write(json.dumps(interrupt(kind, Path(place), *map(int, numbers))))

@@ -49,7 +49,7 @@ class Watching(rolecall.Callback):
         self.heard.append(f"end {(control.path / 'model').is_dir()} {outcome.reason}")
 
 
-SFT = {"rows": "sorting", "batch": 4}
+SFT = {"rows": "sorting:length=2", "batch": 4}
 JOBS = [
     ("sft", SFT),
     ("rm", SFT),

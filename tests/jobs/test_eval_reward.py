@@ -15,7 +15,7 @@ def minus_letters(completions, **kwargs):
 
 def test_a_run_logs_both(tmp_path):
     run = rolecall.rl(
-        rows="sorting",
+        rows="sorting:length=2",
         reward=minus_letters,
         eval={"every": 1, "rows": 4, "reward": ("task",)},
         out=str(tmp_path / "run"),

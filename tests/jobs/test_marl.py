@@ -1,10 +1,7 @@
 """`rolecall marl`: runs, what they leave, resuming, wrong calls."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import marl_driver
@@ -20,21 +17,11 @@ from rolecall.experience.store import read_rollouts
 from rolecall.marl.nets import load_agents
 from rolecall.maths.roles import Role, Verdict
 
-DRIVER = Path(__file__).with_name("marl_driver.py")
-
 
 @pytest.mark.parametrize("algo", ["qmix", "mappo"])
 def test_a_run_that_is_killed_ends_with_the_same_bytes(algo, tmp_path):
     """SIGKILL three times; buffer, priorities, epsilon, target networks and moments go on exactly."""
-    done = subprocess.run(
-        [sys.executable, str(DRIVER), algo, str(tmp_path), "1", "3"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    result = json.loads(done.stdout)
+    result = marl_driver.interrupt(algo, tmp_path, 1, 3)
     assert -9 in result["ended"]
     assert result["last"] == 0
     assert result["differing"] == []

@@ -13,7 +13,7 @@ def test_runs_in_one_process_may_differ_in_precision(tmp_path):
     for precision in ("no", "bf16", "no"):
         run = rolecall.sft(
             model="tiny",
-            rows="sorting",
+            rows="sorting:length=2",
             steps=2,
             batch=8,
             policy={"mixed_precision": precision},
@@ -33,7 +33,7 @@ def test_rl_in_mixed_precision_trips_no_wire(tmp_path):
     run = rolecall.rl(
         preset="ppo",
         model="tiny",
-        rows="sorting",
+        rows="sorting:length=2",
         steps=2,
         prompts=4,
         sampling={"max_new_tokens": 6},

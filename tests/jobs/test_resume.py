@@ -4,14 +4,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from resume_driver import ROWS, STEPS, Letters, differing, options, promised, reward
+from resume_driver import ROWS, STEPS, Letters, differing, interrupt, options, promised, reward
 
 import rolecall
 from rolecall.config.resume import saved_settings
@@ -20,15 +18,6 @@ from rolecall.jobs import calls, rl
 from rolecall.jobs.models import model_directory
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.manifest import seal
-
-DRIVER = Path(__file__).with_name("resume_driver.py")
-
-
-def interrupted(kind: str, place: Path, *, seed: int, saves: int, terms: int) -> dict:
-    command = [sys.executable, str(DRIVER), "interrupt", kind, str(place), str(seed), str(saves), str(terms)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
 
 
 def check(result: dict, *, saves: int) -> None:
@@ -41,29 +30,29 @@ def check(result: dict, *, saves: int) -> None:
 
 
 def test_grpo_killed_in_saves_and_between_them_ends_with_the_same_bytes(tmp_path):
-    result = interrupted("grpo", tmp_path, seed=3, saves=9, terms=8)
+    result = interrupt("grpo", tmp_path, seed=3, saves=9, terms=8)
     check(result, saves=7)
     assert any(how.startswith("TERM:143") for how in result["ended"])
 
 
 def test_ppo_with_its_own_critic_killed_in_saves_ends_with_the_same_bytes(tmp_path):
-    check(interrupted("ppo", tmp_path, seed=5, saves=5, terms=2), saves=3)
+    check(interrupt("ppo", tmp_path, seed=5, saves=5, terms=2), saves=3)
 
 
 def test_episodes_in_worker_processes_killed_in_saves_end_with_the_same_bytes(tmp_path):
     """With contexts that are cut, so that an episode has several samples."""
-    check(interrupted("agents", tmp_path, seed=5, saves=3, terms=2), saves=2)
+    check(interrupt("agents", tmp_path, seed=5, saves=3, terms=2), saves=2)
 
 
 def test_replay_killed_in_saves_and_between_them_ends_with_the_same_bytes(tmp_path):
-    check(interrupted("replay", tmp_path, seed=1, saves=5, terms=4), saves=3)
+    check(interrupt("replay", tmp_path, seed=1, saves=5, terms=4), saves=3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["grpo", "ppo", "replay", "agents"])
 def test_many_interruptions(tmp_path, kind, seed):
-    check(interrupted(kind, tmp_path, seed=seed, saves=40, terms=20), saves=30)
+    check(interrupt(kind, tmp_path, seed=seed, saves=40, terms=20), saves=30)
 
 
 @pytest.fixture(autouse=True)

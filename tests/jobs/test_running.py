@@ -4,20 +4,20 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from resume_driver import forked
 
+import rolecall.jobs.sft  # noqa: F401  (here, or every child would import it)
+from rolecall.cli import main
 from rolecall.config.plan import TINY_VOCABULARY, logits_line, ranks_line, vocabulary_of
 from rolecall.config.sft import SFTOptions
 from rolecall.jobs.running import Run, _open, next_free, unless_stopped
 from rolecall.policy.tiny import tiny_config
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.loop import Outcome
-
-SFT = ["-m", "rolecall", "sft", "--rows", "sorting", "--steps", "1", "--batch", "4", "--save.every", "0", "--quiet"]
 
 
 def test_two_jobs_without_a_name_never_share_one(tmp_path, monkeypatch):
@@ -27,17 +27,11 @@ def test_two_jobs_without_a_name_never_share_one(tmp_path, monkeypatch):
         assert [first.path.name, second.path.name] == ["sft-1", "sft-2"]
 
 
-def test_jobs_started_at_once_each_get_a_directory(tmp_path):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-
-    def start(_: int) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, *SFT], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
-
-    with ThreadPoolExecutor(2) as threads:
-        done = list(threads.map(start, range(2)))
-    assert [d.returncode for d in done] == [0, 0], done[0].stderr + done[1].stderr
+def test_jobs_started_at_once_each_get_a_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["sft", "--rows", "sorting:length=2", "--steps", "1", "--batch", "4", "--save.every", "0", "--quiet"]
+    children = [forked(lambda: main(words)) for _ in range(2)]
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
     assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["sft-1", "sft-2"]
 
 
@@ -48,18 +42,9 @@ def test_two_processes_train_one_run(tmp_path):
 
     words = ["--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     (tmp_path / "mine.py").write_text("def odd(completions, **k):\n    return [len(c) % 2 for c in completions]\n")
-    command = ["rl", "--preset", "ppo", "--rows", "sorting", "--steps", "2", "--prompts", "6", "--out", "runs/two"]
-    command += ["--reward", "mine.py:odd"]
-    command += [
-        "--sampling.max_new_tokens",
-        "6",
-        "--algorithm.minibatches",
-        "2",
-        "--eval.every",
-        "2",
-        "--eval.rows",
-        "4",
-    ]
+    command = ["rl", "--preset", "ppo", "--rows", "sorting:length=2", "--reward", "mine.py:odd", "--out", "runs/two"]
+    command += ["--steps", "2", "--prompts", "6", "--sampling.max_new_tokens", "6", "--algorithm.minibatches", "2"]
+    command += ["--eval.every", "2", "--eval.rows", "4"]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words, "-m", "rolecall", *command],
         cwd=tmp_path,
@@ -104,6 +89,6 @@ def test_a_script_does_not_go_on_after_a_run_that_was_stopped(code, raised):
 
 
 def test_from_python_progress_is_seen_where_nobody_set_up_logging(tmp_path):
-    code = "import rolecall; rolecall.sft(rows='sorting', steps=1, batch=2, out='x')"
+    code = "import rolecall; rolecall.sft(rows='sorting:length=2', steps=1, batch=2, out='x')"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "done after 1 step" in done.stderr

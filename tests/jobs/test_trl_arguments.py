@@ -10,6 +10,7 @@ from rolecall.tasks.env_adapters import ToolsEnv
 
 ROWS = [{"prompt": [{"role": "user", "content": f"{a}+1="}], "solution": str(a + 1)} for a in range(4)]
 SMALL = {"model": "tiny", "quiet": True, "train_dataset": ROWS, "num_generations": 2, "max_completion_length": 4}
+ONE = {"agent.workers": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -62,12 +63,12 @@ def test_a_trainers_arguments_train():
 
 @pytest.mark.filterwarnings("ignore:the rows or the environment bring tools")  # tiny's template shows none
 def test_tools_are_an_environment():
-    run = rolecall.rl(**SMALL, tools=[add], reward_funcs=spoken, max_steps=1, prompts=2)
+    run = rolecall.rl(**SMALL, tools=[add], reward_funcs=spoken, max_steps=1, prompts=2, **ONE)
     config = json.loads((run.path / "config.json").read_text())
     assert config["env"] == "(given in Python) tools add"
     assert run.metrics[-1]["agents/turns"] >= 1
     assert run.metrics[-1]["rewards/failed"] == 0
-    assert rolecall.eval(model=str(run.path), rows=ROWS, tools=[add], reward=spoken, n=2).numbers["reward"] > 0
+    assert rolecall.eval(model=str(run.path), rows=ROWS, tools=[add], reward=spoken, n=2, **ONE).numbers["reward"] > 0
 
 
 def test_the_policy_calls_tools_until_it_answers():
@@ -108,7 +109,7 @@ class Counter:
 
 @pytest.mark.filterwarnings("ignore:the rows or the environment bring tools")  # tiny's template shows none
 def test_an_environment_factory_is_an_environment():
-    run = rolecall.rl(**SMALL, environment_factory=Counter, max_steps=1, prompts=2, entropy_coef=0.01)
+    run = rolecall.rl(**SMALL, environment_factory=Counter, max_steps=1, prompts=2, entropy_coef=0.01, **ONE)
     assert run.metrics[-1]["rewards/env/mean"] >= 1
 
 

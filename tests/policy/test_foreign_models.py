@@ -57,38 +57,39 @@ def brings_code(directory, part):
     return marker
 
 
-def generate(directory, home, *more):
-    words = ["generate", "--model", str(directory), "--prompt", "hi", "--sampling.max_new_tokens", "2", *more]
-    return subprocess.run(
-        [sys.executable, "-m", "rolecall", *words],
-        input="y\n" * 10,
-        text=True,
-        capture_output=True,
-        timeout=120,
-        env={
-            "PATH": "/usr/bin:/bin",
-            "HOME": str(home),
-            "HF_HOME": str(home / "hf"),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            "ROLECALL_KERNELS": "0",
-        },
-        check=False,
-    )
+TWICE = """
+import json, sys
+from pathlib import Path
+from rolecall.cli import main
+marker, *words = sys.argv[1:]
+refused, ran = main(words), Path(marker).exists()
+print(json.dumps([refused, ran, main([*words, "--policy.trust_remote_code"])]))
+"""
 
 
 @pytest.mark.parametrize("part", ["model", "tokenizer"])
 def test_code_of_a_model_runs_only_if_it_is_trusted(directory, tmp_path, part):
+    """A command without trust, then one with it, in a process that would answer every question with yes."""
     marker = brings_code(directory, part)
-    ended = generate(directory, tmp_path)
-    assert not marker.exists(), ended.stderr
+    words = ["generate", "--model", str(directory), "--prompt", "hi", "--sampling.max_new_tokens", "2"]
+    home = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", TWICE, str(marker), *words],
+        input="y\n" * 20,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        env={**home, "OMP_NUM_THREADS": "1", "ROLECALL_KERNELS": "0"},
+        check=True,
+    )
+    refused, ran, trusted = json.loads(ended.stdout.splitlines()[-1])
+    assert not ran, ended.stderr
     if part == "model":  # a tokenizer may be had without its code
-        assert ended.returncode != 0
+        assert refused != 0
         assert "--policy.trust_remote_code" in ended.stderr
         assert "Traceback" not in ended.stderr
-    ended = generate(directory, tmp_path, "--policy.trust_remote_code")
     assert marker.exists(), ended.stderr
-    assert ended.returncode == 0, ended.stderr
+    assert trusted == 0, ended.stderr
 
 
 def test_code_of_a_reward_model_does_not_run(directory):

@@ -3,9 +3,13 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState
+
+import rolecall.jobs.rl  # noqa: F401  (here, or every child would import it)
+from rolecall.cli import main
 
 REWARD = "def letters(completions, **columns):\n    return [len(set(text)) / 6 for text in completions]\n"
 
@@ -17,22 +21,39 @@ def free_port() -> int:
 
 
 def two_processes(place: Path, *arguments: str) -> None:
-    words = ["--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words, "-m", "rolecall", "rl", *arguments],
-        cwd=place,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    """`rolecall rl` as torchrun starts it, in two forked children that have torch loaded already."""
+    port = str(free_port())
+    children = []
+    for rank in ("0", "1"):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                torch.set_num_threads(1)
+                os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+                AcceleratorState._reset_state(reset_partial_state=True)
+                os.chdir(place)
+                code = main(["rl", *arguments])
+            finally:
+                os._exit(code)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
 
 
 def test_two_processes_replay_from_one_buffer_and_go_on_exactly(tmp_path):
     (tmp_path / "rewards.py").write_text(REWARD)
-    first = ["--rows", "sorting", "--reward", "rewards.py:letters", "--prompts", "4", "--samples", "4", "--quiet"]
+    first = [
+        "--rows",
+        "sorting:length=2",
+        "--reward",
+        "rewards.py:letters",
+        "--prompts",
+        "4",
+        "--samples",
+        "4",
+        "--quiet",
+    ]
     first += ["--sampling.max_new_tokens", "6", "--optim.lr", "1e-3", "--save.every", "1"]
     first += ["--replay.share", "0.5", "--replay.sampler", "random", "--replay.replace_flat"]
     two_processes(tmp_path, *first, "--steps", "3", "--out", "runs/whole")

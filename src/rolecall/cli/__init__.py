@@ -3,6 +3,7 @@
 Exit codes: 0 done · 1 error · 2 the call is wrong · 3 diverged · 74 disk · 75 try again · 130 Ctrl-C · 143 SIGTERM
 """
 
+import gc
 import os
 import shutil
 import sys
@@ -103,7 +104,9 @@ def _run(command: Command, words: Sequence[str]) -> int:
     check_paths(resolved.options)
     if command.name not in _LIGHT:
         check_address_space()
-    result = imported(command.run)(resolved.options)
+    run = imported(command.run)
+    gc.freeze()  # modules stay: collections need not search them
+    result = run(resolved.options)
     return int(result) if isinstance(result, int) and not isinstance(result, bool) else 0
 
 

@@ -1,8 +1,9 @@
 """The table of commands. What a row names is imported when it is needed, so that `--help` never waits for torch."""
 
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
+
+from rolecall.heavy import import_heavy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,4 +63,4 @@ COMMANDS = (
 def imported(name: str) -> Any:
     """What "module:name" stands for."""
     module, _, attribute = name.partition(":")
-    return getattr(import_module(module), attribute)
+    return getattr(import_heavy(module), attribute)

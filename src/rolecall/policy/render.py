@@ -402,9 +402,10 @@ def _encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, 
     _check_unicode(text)
     # Who needs the ids to fit says so in a sentence of its own; the tokenizer's warning would come before it.
     ids = list(tokenizer(text, verbose=False)["input_ids"])
-    bare = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    while ids and ids[-1] == tokenizer.eos_token_id and ids[-len(bare) :] != bare:
-        ids.pop()
+    if ids and ids[-1] == tokenizer.eos_token_id:
+        bare = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        while ids and ids[-1] == tokenizer.eos_token_id and ids[-len(bare) :] != bare:
+            ids.pop()
     return tuple(ids)
 
 

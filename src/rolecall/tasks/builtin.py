@@ -86,8 +86,8 @@ class Drawn(ABC):
     def rows(self, split: Split, *, n: int, seed: int = 0) -> Rows:
         if split not in ("train", "test"):
             raise RowError(f"a task has the splits 'train' and 'test', not {split!r}")
-        problems = islice(self._different(split, seed), n)
-        return ListRows({"prompt": p.prompt, "answer": p.answer, "task": self.name} for p in problems)
+        name, problems = self.name, islice(self._different(split, seed), n)
+        return ListRows({"prompt": p.prompt, "answer": p.answer, "task": name} for p in problems)
 
     def gold(self, row: Mapping[str, Any]) -> str:
         return str(row["answer"])

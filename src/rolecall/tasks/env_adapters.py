@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rolecall.heavy import import_heavy
 from rolecall.tasks.builtin import Task
 from rolecall.tasks.env import BadReply, EnvError, Message, Said, Step
 from rolecall.tasks.tools import answer_call, find_calls
@@ -38,9 +39,8 @@ class ToolsEnv:
     @property
     def tools(self) -> list[dict[str, Any]]:
         """What a chat template says of the tools: from type hints and Google-style docstrings, as TRL does."""
-        from transformers.utils import get_json_schema
-
-        return [get_json_schema(tool) for tool in self._tools.values()]
+        utils = import_heavy("transformers.utils")
+        return [utils.get_json_schema(tool) for tool in self._tools.values()]
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
         prompt = row.get("prompt", "")
