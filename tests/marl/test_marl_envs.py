@@ -35,9 +35,9 @@ def said(name, **options):
         ("pettingzoo:mpe.simple_spread_v3", "cannot be imported"),
         ("pettingzoo:utils", "has no parallel_env"),
         ("odd_envs:nothing", "it must give a PettingZoo parallel or a Gymnasium environment"),
-        ("odd_envs:nobody", "has no function 'nobody'"),
+        ("odd_envs:nobody", "environment 'odd_envs:nobody': odd_envs has no `nobody`"),
         ("odd_envs:continuous", "Discrete"),
-        ("no/such/file.py:make", "is not there"),
+        ("no/such/file.py:make", "environment 'no/such/file.py:make': there is no file"),
     ],
 )
 def test_a_wrong_name_is_one_sentence(name, sentence):

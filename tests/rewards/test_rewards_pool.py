@@ -280,7 +280,7 @@ def test_workers_that_are_ready_at_the_same_moment_are_all_heard(monkeypatch):
         return channels
 
     with monkeypatch.context() as patch:
-        patch.setattr("rolecall.rewards.pool.wait", all_at_once)
+        patch.setattr("rolecall.workers.pool.wait", all_at_once)
         pool = RewardPool(source("batch"), workers=2)
     with pool:
-        assert all(worker.ready for worker in pool._workers), "one that is never ready ends the run later"
+        assert all(worker.ready for worker in pool._pool.workers), "one that is never ready ends the run later"

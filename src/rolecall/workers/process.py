@@ -11,7 +11,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any
 
-from rolecall.rewards.worker import HEADER
+from rolecall.workers.child import HEADER
 
 _LARGEST_FRAME = 1 << 30
 
@@ -27,12 +27,15 @@ class Worker:
     Ctrl-C does not reach it, and a kill takes its children along.
     """
 
-    def __init__(self, setup: bytes, *, module: str = "rolecall.rewards.worker") -> None:
-        """`module` has the `main` that the process runs."""
+    def __init__(self, module: str, setup: bytes, *, memory_mb: int | None) -> None:
+        """`module` has the `open_worker` that the process calls with what `setup` pickles."""
         self.channel, theirs = socket.socketpair()
         life, self._life = os.pipe()
         # The child gets the trainer's sys.path before it imports anything, so that it finds what the trainer finds.
-        program = f"import sys; sys.path[:] = {sys.path!r}\nfrom {module} import main; main({theirs.fileno()}, {life})"
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}\n"
+            f"from rolecall.workers.child import main; main({module!r}, {theirs.fileno()}, {life}, {memory_mb})"
+        )
         self.process = subprocess.Popen(
             [sys.executable, "-c", program],
             stdin=subprocess.DEVNULL,
@@ -46,9 +49,7 @@ class Worker:
         self.ready = False
         self.job: Any = None
         self.since = monotonic()
-        """When it began what it is doing now: loading, a call, or a call's current sample."""
-        self.said_at = 0.0
-        """Seconds after `since` at which to say next that it takes long."""
+        """When it began what it is doing now: loading, a job, or what it has not yet reported of a job."""
         with suppress(Gone):  # whoever listens to it next finds out
             self.send(setup, timeout=10.0)
 
