@@ -15,6 +15,7 @@ from rolecall.rewards.round import Job, Round
 from rolecall.rewards.sources import ANSWER_COLUMNS, BUILT_IN, Named, Source, pack
 from rolecall.workers.pool import Broken, WorkerPool
 from rolecall.workers.process import Worker
+from rolecall.workers.walls import Walls
 
 logger = logging.getLogger("rolecall.rewards")
 
@@ -40,6 +41,8 @@ class RewardPool:
         workers: int = 2,
         deadline_s: float = 60.0,
         memory_mb: int | None = 2048,
+        network: bool = False,
+        variables: Sequence[str] = (),
         say_after_s: float = 30.0,
     ) -> None:
         packed = pack(functions)
@@ -63,7 +66,12 @@ class RewardPool:
             what=f"the rewards {', '.join(self.names)}",
             error=RewardError,
             deadline_s=deadline_s,
-            memory_mb=memory_mb,
+            walls=Walls(
+                memory_mb=memory_mb,
+                network=network,
+                variables=tuple(variables),
+                options=("reward_network", "reward_variables"),
+            ),
         )
         known = self._pool.ready or {}
         self.styles: tuple[str, ...] = tuple(known["styles"])

@@ -4,25 +4,22 @@ Frames go over a socket: a length, then the bytes. What comes from the trainer i
 that nothing a worker sends can run code in the trainer.
 """
 
-import fcntl
 import gc
 import json
-import os
 import pickle
-import resource
-import select
-import signal
 import socket
 import struct
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from rolecall.errors import UserError
+from rolecall.workers.walls import Refused, Walls, enclose, watch_network
 
 HEADER = struct.Struct("!Q")
 
@@ -31,19 +28,47 @@ Answer = Callable[[Any, Send], None]
 """Does one job and sends what comes of it; the last message of a job has `done`."""
 
 
-def main(module: str, channel_fd: int, life_fd: int, memory_mb: int | None) -> None:
+def main(module: str, channel_fd: int, life_fd: int, namespaces: bool) -> None:
     """Serve the trainer at the other end of the socket until it hangs up."""
-    die_with_trainer(life_fd)
-    os.set_inheritable(channel_fd, False)
     channel = socket.socket(fileno=channel_fd)
-    limit_memory(memory_mb)
+    walls, unseen = _receive(channel)
+    try:
+        enclose(walls, namespaces=namespaces, life_fd=life_fd, close=(channel_fd,))
+        refused = ""
+    except Refused as error:
+        refused = str(error)
+    _WALLS.walls, _WALLS.unseen = walls, unseen
+    watch_network(walls, refuse=not namespaces, note=_WALLS.sought.append)
 
     def send(message: dict[str, Any]) -> None:
+        if _WALLS.sought:
+            message = message | {"sought": _WALLS.sought.pop()}
+            _WALLS.sought.clear()
         body = json.dumps(message).encode()
+        if len(body) > walls.frame_mb << 20:
+            error = f"it sent back {len(body) / 1e6:.0f} MB, and {walls.frame_mb} MB is the limit"
+            kept = {name: message[name] for name in ("at", "done") if name in message}
+            body = json.dumps(kept | ({"error": error} if kept else {"fatal": error})).encode()
         channel.sendall(HEADER.pack(len(body)) + body)
 
     with suppress(BrokenPipeError, ConnectionResetError):  # the trainer has hung up: there is nobody to tell
-        _serve(import_module(module), channel, send)
+        send({"refused": refused})  # the first frame, before any other code has run
+        if not refused:
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+            _serve(import_module(module), channel, send)
+
+
+@dataclass(slots=True)
+class _Enclosed:
+    """The walls around this process, for messages."""
+
+    walls: Walls = field(default_factory=Walls)
+    unseen: list[str] = field(default_factory=list)
+    sought: list[str] = field(default_factory=list)
+    """What it tried to reach without a network."""
+
+
+_WALLS = _Enclosed()
 
 
 def _serve(module: Any, channel: socket.socket, send: Send) -> None:
@@ -73,7 +98,7 @@ def described(error: BaseException) -> dict[str, Any]:
     # The text may quote the model: control characters are shown, not sent to a terminal.
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error)[:300])
     return {
-        "error": f"{type(error).__name__}{': ' if text else ''}{text}{where}",
+        "error": f"{type(error).__name__}{': ' if text else ''}{text}{where}{_WALLS.walls.explain(error, _WALLS.unseen)}",
         "memory": isinstance(error, MemoryError),
     }
 
@@ -96,26 +121,3 @@ def _read(channel: socket.socket, size: int) -> bytearray | None:
             return None
         view = view[got:]
     return buffer
-
-
-def limit_memory(memory_mb: int | None) -> None:
-    """No core files, and not more memory than that."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if memory_mb is not None:
-        # Private writable memory, not address space: libraries reserve far more of the latter than they use.
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
-
-
-def die_with_trainer(life_fd: int) -> None:
-    """Have the kernel kill this process when the trainer, which holds the other end of the pipe, is gone.
-
-    A thread could not do it (C code may hold the interpreter's lock), nor could the parent-death signal, which fires
-    already when the trainer's *thread* that started this process ends.
-    """
-    os.set_inheritable(life_fd, False)
-    if sys.platform == "linux":
-        fcntl.fcntl(life_fd, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(life_fd, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(life_fd, fcntl.F_SETFL, fcntl.fcntl(life_fd, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([life_fd], [], [], 0)[0]:  # it went before the line above
-        os._exit(1)

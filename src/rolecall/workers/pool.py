@@ -1,5 +1,7 @@
 """Worker processes that are given jobs, heard, and replaced when they hang or die."""
 
+import logging
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,8 +9,12 @@ from multiprocessing.connection import wait
 from time import monotonic, sleep
 from typing import Any, Literal
 
+from rolecall.visible import visible_text
 from rolecall.workers.load import MakeError
-from rolecall.workers.process import Gone, Worker
+from rolecall.workers.process import Gone, Nonsense, Worker
+from rolecall.workers.walls import Walls
+
+logger = logging.getLogger("rolecall.workers")
 
 _LOAD_DEADLINE_S = 120.0
 _FAILED_STARTS = 3
@@ -24,6 +30,24 @@ class Broken:
     """In words."""
 
 
+class _Namespaces:
+    """Whether the kernel allows workers namespaces of their own: tried with the first, said once."""
+
+    allowed = sys.platform == "linux"
+
+    def refuse(self, why: str) -> None:
+        if self.allowed:
+            logger.warning(
+                "reward and environment processes are less isolated here, as the kernel refuses namespaces (%s): see "
+                "docs/rewards.md",
+                why,
+            )
+        self.allowed = False
+
+
+_namespaces = _Namespaces()
+
+
 class WorkerPool:
     """One worker for each of `setups`. Only what nobody can work with raises, as `error`; `what` begins its sentence."""
 
@@ -35,12 +59,13 @@ class WorkerPool:
         what: str,
         error: MakeError,
         deadline_s: float,
-        memory_mb: int | None,
+        walls: Walls,
     ) -> None:
         """Returns when the first worker is ready: code that cannot be loaded is an error now."""
-        self.deadline_s, self.memory_mb = deadline_s, memory_mb
+        self.deadline_s, self.walls = deadline_s, walls
         self._module, self._setups, self._what, self._error = module, setups, what, error
         self._failed_starts = 0
+        self._told = False
         self.ready: dict[str, Any] | None = None
         """What the first worker that was ready says of itself."""
         self.workers: list[Worker] = []
@@ -75,16 +100,19 @@ class WorkerPool:
         except Gone:
             self._start_failed(self.replace(worker))
             return False
-        worker.job, worker.since = job, monotonic()
+        worker.job, worker.since, worker.shown = job, monotonic(), 0
         return True
 
     def hear(self, *, patience: float = 1.0) -> list[tuple[Worker, Any, dict[str, Any] | Broken]]:
         """What was said or went wrong, with whose job; waits until there is something, at most `patience` seconds."""
         now = monotonic()
         due = [self.deadline_s - (now - w.since) for w in self.workers if w.job is not None]
-        talking = wait([worker.channel for worker in self.workers], max(0.0, min([patience, *due])))
+        listened_to = [end for worker in self.workers for end in (worker.channel, worker.output)]
+        talking = wait(listened_to, max(0.0, min([patience, *due])))
         heard: list[tuple[Worker, Any, dict[str, Any] | Broken]] = []
         for worker in list(self.workers):
+            if worker.output in talking:
+                worker.show_output()
             if worker.channel in talking or worker.process.poll() is not None:
                 heard += self._listen(worker)
             if worker not in self.workers:
@@ -111,7 +139,7 @@ class WorkerPool:
             self.replace(worker)
 
     def _start(self, setup: bytes) -> Worker:
-        return Worker(self._module, setup, memory_mb=self.memory_mb)
+        return Worker(self._module, setup, what=self._what, walls=self.walls, namespaces=_namespaces.allowed)
 
     def _listen(self, worker: Worker) -> list[tuple[Worker, Any, dict[str, Any] | Broken]]:
         ended = worker.process.poll() is not None
@@ -119,17 +147,23 @@ class WorkerPool:
             messages = worker.receive()
             if ended and not messages:  # its children may hold the channel open
                 raise Gone("the process has ended")
-        except Gone:
+        except Gone as gone:
             job, how = worker.job, self.replace(worker)
             if job is not None:
-                return [(worker, job, Broken(how="crash", why=how))]
+                return [(worker, job, Broken(how="crash", why=str(gone) if isinstance(gone, Nonsense) else how))]
             self._start_failed(how)
             return []
         heard: list[tuple[Worker, Any, dict[str, Any] | Broken]] = []
         for message in messages:
-            if "fatal" in message:
+            if worker.enclosed is None:
+                worker.enclosed = _namespaces.allowed
+                if message.get("refused"):
+                    _namespaces.refuse(str(message["refused"]))
+                    self.replace(worker)
+                    return []
+            elif "fatal" in message:
                 raise self._error(str(message["fatal"]))
-            if "ready" in message:
+            elif "ready" in message:
                 worker.ready = True
                 self.ready = self.ready or dict(message["ready"])
             elif worker.job is not None:
@@ -139,9 +173,16 @@ class WorkerPool:
     def _answer(self, worker: Worker, message: dict[str, Any]) -> dict[str, Any] | Broken:
         self._failed_starts = 0
         worker.since = monotonic()
+        if "sought" in message and not self._told:
+            self._told = True
+            sought, option = visible_text(str(message["sought"])[:100]), self.walls.options[0]
+            logger.warning(
+                "%s tried to reach %s, but has no network: set %s to give it one", self._what, sought, option
+            )
         if message.get("memory"):
             self.replace(worker)
-            limit = f"more than memory_mb={self.memory_mb}" if self.memory_mb else "more memory than there is"
+            most = self.walls.memory_mb
+            limit = f"more than memory_mb={most}" if most else "more memory than there is"
             return Broken(how="crash", why=f"it asked for {limit}: {message.get('error')}")
         if message.get("done"):
             worker.job = None

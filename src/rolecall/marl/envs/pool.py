@@ -18,12 +18,23 @@ from rolecall.marl.envs.base import EnvError, EnvSpec, Frame
 from rolecall.marl.envs.worker import ARRAYS
 from rolecall.workers.pool import Broken, WorkerPool
 from rolecall.workers.process import Worker
+from rolecall.workers.walls import Walls
 
 
 class PooledEnvs:
     """`count` environments of a name, spread evenly over `workers` processes."""
 
-    def __init__(self, name: str, count: int, *, limit: int | None, workers: int, deadline: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        count: int,
+        *,
+        limit: int | None,
+        workers: int,
+        deadline: float,
+        network: bool = False,
+        variables: Sequence[str] = (),
+    ) -> None:
         workers = min(workers, count)
         self.count = count
         cuts = [round(i * count / workers) for i in range(workers + 1)]
@@ -34,7 +45,7 @@ class PooledEnvs:
             what=f"the environment {name!r}",
             error=EnvError,
             deadline_s=deadline,
-            memory_mb=None,
+            walls=Walls(memory_mb=None, network=network, variables=tuple(variables), frame_mb=64),
         )
         known = self._pool.ready or {}
         self.spec = EnvSpec(**known | {"agents": tuple(known["agents"])})

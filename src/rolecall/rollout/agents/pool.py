@@ -14,6 +14,7 @@ from rolecall.rollout.agents.worker import describe, digest
 from rolecall.tasks.env import BadReply, EnvError, Message, Reply, first_reply, last_reply, next_reply
 from rolecall.workers.pool import Broken, WorkerPool
 from rolecall.workers.process import Worker
+from rolecall.workers.walls import Walls
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +116,8 @@ class EnvPool:
         workers: int = 2,
         deadline_s: float = 60.0,
         memory_mb: int | None = 2048,
+        network: bool = False,
+        variables: Sequence[str] = (),
     ) -> None:
         """`source` is a name, as `tasks.env_names` knows them, or a class or function that makes environments."""
         self.name = source if isinstance(source, str) else getattr(source, "__name__", type(source).__name__)
@@ -127,7 +130,12 @@ class EnvPool:
             what=f"environment {self.name}",
             error=EnvError,
             deadline_s=deadline_s,
-            memory_mb=memory_mb,
+            walls=Walls(
+                memory_mb=memory_mb,
+                network=network,
+                variables=tuple(variables),
+                options=("agent.network", "agent.variables"),
+            ),
         )
         known = self._pool.ready or {}
         self.players, self.tools = tuple(known["players"]), tuple(known["tools"])
