@@ -94,7 +94,7 @@ def _build(
         found.reward,
         stack,
         weights=options.reward_weights,
-        deadline_s=options.reward_deadline,
+        **options.reward_limits(),
         rows=train,
         timer=timer,
     )

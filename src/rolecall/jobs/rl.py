@@ -178,7 +178,7 @@ def _build(
             task_reward,
             stack,
             weights=options.reward_weights,
-            deadline_s=options.reward_deadline,
+            **options.reward_limits(),
             rows=train,
             timer=timer,
         )

@@ -128,7 +128,7 @@ def _held_out_evaluator(options: SFTOptions, policy: Any, learner: SFTLearner, h
     if options.eval.reward:
         check_kind(held, ("prompt",), "a column `prompt` in the rows that eval.reward scores answers to")
         check_prompts(held, policy, options.chat)
-        reward = open_reward(options.eval.reward, None, stack, weights=None, deadline_s=60.0, rows=held)
+        reward = open_reward(options.eval.reward, None, stack, weights=None, **options.reward_limits(), rows=held)
         answers = _answering(options, policy, reward, held)
     elif known is None:
         raise UserError(
@@ -172,7 +172,7 @@ def task_evaluator(options: Any, policy: Any, source: Any, stack: ExitStack) -> 
     if env is None:
         found = prompt_rows(source, evaluation, seed=options.seed)
         assert found.test is not None
-        reward = open_reward(options.eval.reward, found.test_reward, stack, weights=None, deadline_s=60.0)
+        reward = open_reward(options.eval.reward, found.test_reward, stack, weights=None, **options.reward_limits())
         return _answering(options, policy, reward, found.test)
     engine = sampler(policy, options)
     _, held_out = episode_rows(env, None, evaluation, n=1, seed=options.seed)

@@ -31,7 +31,7 @@ class PooledEnvs:
         *,
         limit: int | None,
         workers: int,
-        deadline: float,
+        deadline: float = 60.0,
         network: bool = False,
         variables: Sequence[str] = (),
     ) -> None:
