@@ -38,7 +38,6 @@ def main(module: str, channel_fd: int, life_fd: int, namespaces: bool) -> None:
     except Refused as error:
         refused = str(error)
     _WALLS.walls, _WALLS.unseen = walls, unseen
-    watch_network(walls, refuse=not namespaces, note=_WALLS.sought.append)
 
     def send(message: dict[str, Any]) -> None:
         if _WALLS.sought:
@@ -55,7 +54,9 @@ def main(module: str, channel_fd: int, life_fd: int, namespaces: bool) -> None:
         send({"refused": refused})  # the first frame, before any other code has run
         if not refused:
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-            _serve(import_module(module), channel, send)
+            ours = import_module(module)
+            watch_network(walls, refuse=not namespaces, note=_WALLS.sought.append)
+            _serve(ours, channel, send)
 
 
 @dataclass(slots=True)
