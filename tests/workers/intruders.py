@@ -36,6 +36,18 @@ def connects(address):
         return 1.0
 
 
+def sends_out(address):
+    """Another program that connects."""
+    host, _, port = address.rpartition(":")
+    code = f"import socket; socket.create_connection(({host!r}, {port}), 5)"
+    return float(subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0)
+
+
+def signals(pid):
+    os.kill(int(pid), 0)
+    return 1.0
+
+
 def swallows(address):
     try:
         return connects(address)
@@ -114,7 +126,8 @@ def runs_tests(_):
     with tempfile.TemporaryDirectory() as place:
         Path(place, "test_it.py").write_text("def test_it(tmp_path):\n    (tmp_path / 'a').write_text('b')\n")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", place]
-        return float(subprocess.run(command, capture_output=True, cwd=place).returncode == 0)
+        quick = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        return float(subprocess.run(command, capture_output=True, cwd=place, env=quick).returncode == 0)
 
 
 def reads_here(name):

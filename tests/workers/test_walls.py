@@ -1,5 +1,6 @@
 """What a worker cannot see, reach, leave behind or send; and what any honest reward still can."""
 
+import ctypes
 import fcntl
 import http.server
 import logging
@@ -220,36 +221,43 @@ TRAINER = textwrap.dedent(f"""
     os.environ["MY_API_TOKEN"] = "7"
     server = socket.create_server(("127.0.0.1", 0))
     lock = os.path.join(sys.argv[1], "lock")
-    texts = ["environment MY_API_TOKEN", "connects 127.0.0.1:%d" % server.getsockname()[1], "orphans " + lock, "forks 5"]
-    if sys.argv[2] != "refused" or os.geteuid() == 0:
-        texts.append("opens /proc/%d/mem" % os.getpid())
-    for _ in range(2):
-        with RewardPool({ACT!r}) as pool:
-            print([s.total for s in pool.score([Sample(prompt="q", completion=t) for t in texts])])
-        texts = texts[:2]
+    port, pid = server.getsockname()[1], os.getpid()
+    texts = ["environment MY_API_TOKEN", f"connects 127.0.0.1:{{port}}", f"sends_out 127.0.0.1:{{port}}"]
+    texts += [f"opens /proc/{{pid}}/mem", f"opens /proc/{{pid}}/environ", f"signals {{pid}}", "orphans " + lock, "forks 5"]
+    def scores(pool, texts):
+        print([s.total for s in pool.score([Sample(prompt="q", completion=t) for t in texts])], flush=True)
+    with RewardPool({ACT!r}) as pool:
+        scores(pool, texts[:2])
+    scores(RewardPool({ACT!r}), texts)
+    os.kill(os.getpid(), 9)
     """)
 
 
-def train(way, tmp_path, *before):
+def train(tmp_path, *before):
     (tmp_path / "trainer.py").write_text(TRAINER)
-    command = [*before, sys.executable, str(tmp_path / "trainer.py"), str(tmp_path), way]
+    command = [*before, sys.executable, str(tmp_path / "trainer.py"), str(tmp_path)]
     source = str(Path(pools.__file__).parents[2])
     env = {**os.environ, "PYTHONPATH": source, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, cwd="/", check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[0.0, None, 1.0, 5.0, None]", "[0.0, None]"]
-    assert free(tmp_path / "lock")
+    assert done.returncode == -9, done.stderr
+    assert done.stdout.splitlines() == ["[0.0, None]", "[0.0, None, 0.0, None, None, None, 1.0, 5.0]"]
+    assert free(tmp_path / "lock"), "nothing outlives a trainer that was killed"
     return done.stderr
 
 
-def test_where_the_kernel_refuses_namespaces_it_is_said_once_and_the_rest_holds(tmp_path):
+@pytest.mark.parametrize("who", ["root", "user"])
+def test_where_the_kernel_refuses_namespaces_it_is_said_once_and_the_rest_holds(tmp_path, who):
     script = (
-        'echo 0 > /proc/sys/user/max_pid_namespaces && echo 0 > /proc/sys/user/max_user_namespaces || exit 9; exec "$@"'
+        "echo 0 > /proc/sys/user/max_pid_namespaces && echo 0 > /proc/sys/user/max_user_namespaces || exit 9; "
+        'exec setpriv --inh-caps=-all --ambient-caps=-all "$@"'
     )
-    before = ["unshare", "--user", "--map-root-user", "sh", "-c", script, "sh"]
+    ids = ["--map-root-user"] if who == "root" else ["--map-user=1000", "--map-group=1000", "--keep-caps"]
+    before = ["unshare", "--user", *ids, "sh", "-c", script, "sh"]
     if shutil.which("unshare") is None or subprocess.run([*before, "true"], capture_output=True).returncode:
         pytest.skip("namespaces cannot be forbidden here")
-    said = train("refused", tmp_path, *before)
+    if ctypes.CDLL(None).syscall(444, None, 0, 1) < 6:
+        pytest.skip("this kernel has no Landlock, or one of before 6.12")
+    said = train(tmp_path, *before)
     assert said.count("the kernel refuses namespaces") == 1, said
 
 
@@ -257,4 +265,4 @@ def test_an_ordinary_user_gets_namespaces_too(tmp_path):
     before = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
     if shutil.which("unshare") is None or subprocess.run([*before, *before, "true"], capture_output=True).returncode:
         pytest.skip("this kernel refuses namespaces")
-    assert "refuses" not in train("allowed", tmp_path, *before)
+    assert "refuses" not in train(tmp_path, *before)

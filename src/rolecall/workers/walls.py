@@ -41,6 +41,7 @@ _NEWNS, _NEWUSER, _NEWPID, _NEWNET = 0x00020000, 0x10000000, 0x20000000, 0x40000
 _MS_SLAVE_ALL, _MS_PROC = 0x80000 | 0x4000, 0x2 | 0x4 | 0x8
 _PDEATHSIG, _CAPBSET_DROP, _SUBREAPER, _NO_NEW_PRIVS = 1, 24, 36, 38
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
+_LANDLOCK = 444
 _CAPABILITIES = sum(1 << c for c in (0, 1, 3, 4, 5, 6, 7))
 """What is left to root: its ways with files (chown, dac_override, fowner, fsetid), kill, setgid, setuid."""
 _LOWEST_PIDS = 300
@@ -132,6 +133,8 @@ def enclose(walls: Walls, *, namespaces: bool, life_fd: int, close: Sequence[int
     os.close(status_out)
     if libc is not None:
         _limit(libc, walls, in_userns=in_userns)
+        if not namespaces:
+            _landlock(libc, walls)
 
 
 def _become_init(libc: Any, walls: Walls, status_out: int, close: Sequence[int]) -> None:
@@ -192,6 +195,17 @@ def _limit(libc: Any, walls: Walls, *, in_userns: bool) -> None:
     libc.capget(header, data)
     low = struct.unpack_from("III", data.raw)[1] & (_CAPABILITIES if os.geteuid() == 0 else 0)
     libc.capset(header, struct.pack("IIIIII", low, low, 0, 0, 0, 0))
+
+
+def _landlock(libc: Any, walls: Walls) -> None:
+    """In place of namespaces: no way into processes outside and no signals to them; no TCP, for what it starts too."""
+    version = libc.syscall(_LANDLOCK, None, 0, 1)
+    tcp, signals = (3 if version >= 4 and not walls.network else 0), (2 if version >= 6 else 0)
+    if tcp or signals:
+        rules = struct.pack("QQQ", 0, tcp, signals)[: 24 if version >= 6 else 16]
+        ruleset = libc.syscall(_LANDLOCK, rules, len(rules), 0)
+        libc.syscall(_LANDLOCK + 2, ruleset, 0)
+        os.close(ruleset)
 
 
 def _kernel() -> tuple[int, ...]:
@@ -255,7 +269,7 @@ def watch_network(walls: Walls, *, refuse: bool, note: Callable[[str], None]) ->
     """Call `note` with what this process tries to reach; with `refuse`, where there is no net namespace, prevent it."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in ("socket.connect", "socket.bind") and arguments[0].family != socket.AF_UNIX:
+        if event in ("socket.connect", "socket.bind") and arguments[0].family in (socket.AF_INET, socket.AF_INET6):
             if event == "socket.connect":
                 note(f"{arguments[1][0]}:{arguments[1][1]}")
             if refuse:
