@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.rewards import RewardPool, Sample
+from rolecall.rewards import RewardError, RewardPool, Sample
 from rolecall.rollout.agents.pool import EnvPool, Failure, Start
 from rolecall.workers import pool as pools
 
@@ -100,6 +100,12 @@ def test_secrets_in_the_environment_are_not_seen_and_the_option_passes_them(pool
     assert one(open_pool, "needs MY_API_TOKEN") == 7.0
 
 
+def test_a_module_that_needs_a_secret_when_it_is_imported_says_so(secret, tmp_path):
+    (tmp_path / "keyed.py").write_text("import os\nKEY = os.environ['MY_API_TOKEN']\n")
+    with pytest.raises(RewardError, match="KeyError: 'MY_API_TOKEN'; .* is not passed on: name it in reward_variables"):
+        RewardPool(f"{tmp_path / 'keyed.py'}:f", workers=1)
+
+
 def test_the_trainers_memory_and_environment_cannot_be_opened(pool):
     for name in ("mem", "environ"):
         assert "Error" in str(one(pool, f"opens /proc/{os.getpid()}/{name}"))
@@ -121,7 +127,7 @@ def test_a_judge_that_hides_its_errors_is_named(judge, caplog):
             0.5,
             0.5,
         ]
-    said = f"the rewards act tried to reach 127.0.0.1:{judge}, but has no network: set reward_network to give it one"
+    said = f"reward `act` tried to reach 127.0.0.1:{judge}, but has no network: set reward_network to give it one"
     assert caplog.messages.count(said) == 1
 
 
@@ -180,10 +186,10 @@ def test_what_a_reward_prints_is_shown_and_cannot_act_on_the_terminal(pool, capf
     with caplog.at_level(logging.WARNING):
         one(pool, "chatters 200")
     assert capfd.readouterr() == ("", "")
-    assert r"the rewards act printed: \x1b[31mred\x1b[2J" in caplog.messages
-    assert r"the rewards act printed: \x1b]0;title\x07" in caplog.messages
+    assert r"reward `act` printed: \x1b[31mred\x1b[2J" in caplog.messages
+    assert r"reward `act` printed: \x1b]0;title\x07" in caplog.messages
     assert sum("printed: line" in message for message in caplog.messages) == 50
-    assert caplog.messages[-1] == "the rewards act printed more, which is not shown"
+    assert caplog.messages[-1] == "reward `act` printed more, which is not shown"
 
 
 def test_honest_rewards_work_unchanged(tmp_path, monkeypatch):

@@ -63,7 +63,7 @@ class RewardPool:
         self._pool = WorkerPool(
             "rolecall.rewards.worker",
             [pickle.dumps({"functions": packed})] * workers,
-            what=f"the rewards {', '.join(self.names)}",
+            what=f"reward{'s' if len(self.names) > 1 else ''} {', '.join(f'`{name}`' for name in self.names)}",
             error=RewardError,
             deadline_s=deadline_s,
             walls=Walls(

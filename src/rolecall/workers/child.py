@@ -79,7 +79,7 @@ def _serve(module: Any, channel: socket.socket, send: Send) -> None:
     try:
         ready, answer = module.open_worker(setup)
     except UserError as error:
-        send({"fatal": str(error)})
+        send({"fatal": f"{error}{_WALLS.walls.explain(error, _WALLS.unseen)}"})
         return
     gc.freeze()
     send({"ready": ready})
