@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from rolecall.errors import UserError
+from rolecall.marl.envs import open_envs
 from rolecall.rewards import RewardError, RewardPool, Sample
 from rolecall.rollout.agents.pool import EnvPool, Failure, Start
 from rolecall.workers import pool as pools
@@ -102,7 +104,7 @@ def test_secrets_in_the_environment_are_not_seen_and_the_option_passes_them(pool
 
 def test_a_module_that_needs_a_secret_when_it_is_imported_says_so(secret, tmp_path):
     (tmp_path / "keyed.py").write_text("import os\nKEY = os.environ['MY_API_TOKEN']\n")
-    with pytest.raises(RewardError, match="KeyError: 'MY_API_TOKEN'; .* is not passed on: name it in reward_variables"):
+    with pytest.raises(RewardError, match=r"KeyError: 'MY_API_TOKEN'; .* is not passed on: name it in reward_variables"):
         RewardPool(f"{tmp_path / 'keyed.py'}:f", workers=1)
 
 
@@ -217,6 +219,18 @@ def test_environments_have_the_same_walls(judge, secret):
         envs.start({0: Start(row={}, seed=0)})
         (reply,) = envs.step({0: {"role": "assistant", "content": texts[2]}}).values()
     assert reply.messages["agent"][0]["content"] == "1.0"
+
+
+def test_environments_of_several_agents_have_the_same_walls(judge, secret, tmp_path):
+    code = f"""
+        import os
+        from intruders import connects
+        seen = lambda: 1 / (1 - ('MY_API_TOKEN' in os.environ)) and connects('127.0.0.1:{judge}') and 1 / 0
+        """
+    (tmp_path / "spy.py").write_text(textwrap.dedent(code))
+    for how, why in (({}, "set network to give it one"), ({"network": True}, "cannot be made: ZeroDivisionError")):
+        with pytest.raises(UserError, match=why):
+            open_envs(f"{tmp_path / 'spy.py'}:seen", 1, workers=1, **how)
 
 
 TRAINER = textwrap.dedent(f"""

@@ -81,6 +81,9 @@ def _serve(module: Any, channel: socket.socket, send: Send) -> None:
     except UserError as error:
         send({"fatal": f"{error}{_WALLS.walls.explain(error, _WALLS.unseen)}"})
         return
+    except BaseException as error:  # user code may raise anything, SystemExit too
+        send({"fatal": described(error)["error"], "raised": True})
+        return
     gc.freeze()
     send({"ready": ready})
     while (job := _receive(channel)) is not None:

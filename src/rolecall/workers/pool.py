@@ -162,7 +162,8 @@ class WorkerPool:
                     self.replace(worker)
                     return []
             elif "fatal" in message:
-                raise self._error(str(message["fatal"]))
+                raised = f"{self._what} cannot be made: " if message.get("raised") else ""
+                raise self._error(f"{raised}{message['fatal']}")
             elif "ready" in message:
                 worker.ready = True
                 self.ready = self.ready or dict(message["ready"])

@@ -46,8 +46,6 @@ def open_worker(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Answer]:
         known = describe(factory)
     except UserError as error:
         raise EnvError(f"environment {name}: {error}") from error
-    except BaseException as error:  # a class may raise anything, SystemExit too
-        raise EnvError(f"environment {name} cannot be made: {described(error)['error']}") from error
     envs: dict[int, Any] = {}
 
     def answer(job: Mapping[str, Any], send: Send) -> None:
