@@ -104,7 +104,9 @@ def test_secrets_in_the_environment_are_not_seen_and_the_option_passes_them(pool
 
 def test_a_module_that_needs_a_secret_when_it_is_imported_says_so(secret, tmp_path):
     (tmp_path / "keyed.py").write_text("import os\nKEY = os.environ['MY_API_TOKEN']\n")
-    with pytest.raises(RewardError, match=r"KeyError: 'MY_API_TOKEN'; .* is not passed on: name it in reward_variables"):
+    with pytest.raises(
+        RewardError, match=r"KeyError: 'MY_API_TOKEN'; .* is not passed on: name it in reward_variables"
+    ):
         RewardPool(f"{tmp_path / 'keyed.py'}:f", workers=1)
 
 
