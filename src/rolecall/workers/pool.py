@@ -96,6 +96,8 @@ class WorkerPool:
     def give(self, worker: Worker, job: Any, payload: bytes) -> bool:
         """Let a worker that is ready and idle do a job; False if it had died."""
         try:
+            if worker.process.poll() is not None:
+                raise Gone("the process has ended")
             worker.send(payload, timeout=self.deadline_s)
         except Gone:
             self._start_failed(self.replace(worker))

@@ -149,10 +149,10 @@ class Worker:
             self.process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             self.process.terminate()
-            with suppress(subprocess.TimeoutExpired):
+            try:
                 self.process.wait(timeout=5.0)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            except subprocess.TimeoutExpired:  # what it keeps dies with it
+                self.process.kill()
         code = self.process.wait()
         self.show_output()
         if self.output >= 0:

@@ -128,6 +128,12 @@ def enclose(walls: Walls, *, namespaces: bool, life_fd: int, close: Sequence[int
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     for fd in (life_fd, status_in):
         os.close(fd)
+    if libc is not None:
+        libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        keeper = select.poll()
+        keeper.register(status_out, 0)
+        if keeper.poll(0):  # nobody reads it: the keeper went before the lines above
+            os._exit(1)
     if namespaces:
         _become_init(libc, walls, status_out, close)
     os.close(status_out)
@@ -139,7 +145,6 @@ def enclose(walls: Walls, *, namespaces: bool, life_fd: int, close: Sequence[int
 
 def _become_init(libc: Any, walls: Walls, status_out: int, close: Sequence[int]) -> None:
     """Stay as pid 1 of the namespaces, with which they end; returns in the child."""
-    libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _furnish(libc, walls)
     worker = os.fork()
     if worker:
