@@ -1,6 +1,7 @@
 """Reward functions that do what their answers tell them to, in every style, for the tests of the pool."""
 
 import ctypes
+import fcntl
 import os
 import re
 import signal
@@ -67,8 +68,9 @@ def act(text):
             return 1.0
         case ["fork", marker]:
             if os.fork() == 0:
-                Path(marker).write_text(str(os.getpid()))
-                time.sleep(60)
+                with Path(marker).open("w") as held:
+                    fcntl.flock(held, fcntl.LOCK_EX)
+                    time.sleep(60)
             time.sleep(0.1)
             os._exit(1)
     return float(text)

@@ -132,6 +132,6 @@ def test_a_file_that_does_not_load_is_said_at_the_start(tmp_path):
 
 def test_workers_end_with_the_pool():
     with pool("Echo") as envs:
-        workers = [place.worker.process for place in envs._places]
+        workers = [worker.process for worker in envs._pool.workers]
         play(envs, talker("a"), ROWS[:1])
     assert all(process.poll() is not None for process in workers)

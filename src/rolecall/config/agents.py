@@ -22,6 +22,10 @@ class AgentOptions:
     """Seconds an environment may take to answer before it is killed and its episode given up."""
     workers: int = 2
     """Processes that run environments which are not built in."""
+    network: bool = False
+    """Let those environments and their tools use the network."""
+    variables: tuple[str, ...] = ()
+    """Environment variables that those environments see beside the usual ones (PATH, HOME, caches, thread counts)."""
     prompt: str | None = field(default=None, metadata={"flag": "env.prompt"})
     """gym:ID: what the policy reads before the first observation, in place of the environment's own description."""
 

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from rolecall.config.parts import ChatOptions, EngineOptions, LoadOptions, RunOptions, SaveOptions
+from rolecall.config.parts import ChatOptions, EngineOptions, LoadOptions, RewardProcessOptions, RunOptions, SaveOptions
 from rolecall.config.sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class BestOfNOptions(RunOptions):
+class BestOfNOptions(RewardProcessOptions, RunOptions):
     """Sample n answers to every prompt and keep the best; what the best of 1, 2, 4 … answers is worth."""
 
     command: ClassVar[str] = "best-of-n"
@@ -28,8 +28,6 @@ class BestOfNOptions(RunOptions):
     """One weight per reward; 1 each if not given."""
     judge: tuple[str, ...] = ()
     """What the chosen answers are measured by beside: another reward, which has no say in the choice."""
-    reward_deadline: float = 60.0
-    """Seconds a reward function may take before it is killed and its sample counted as failed."""
     chat: ChatOptions = field(default_factory=ChatOptions)
     prompts: int = 32
     """Prompts per step; a run that is stopped goes on at a step."""

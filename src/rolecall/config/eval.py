@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 
 from rolecall.config.agents import AgentOptions
-from rolecall.config.parts import ChatOptions, EngineOptions, LoadOptions
+from rolecall.config.parts import ChatOptions, EngineOptions, LoadOptions, RewardProcessOptions
 from rolecall.config.sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions:
+class EvalOptions(RewardProcessOptions):
     """How good a model is on held-out rows: accuracy, avg@k, pass@k, length, truncation, KL to another model."""
 
     model: str
@@ -20,8 +20,6 @@ class EvalOptions:
     agent: AgentOptions = field(default_factory=AgentOptions)
     reward: tuple[str, ...] = ()
     """Reward functions, or a reward model's run. If not given: the task's own, or that of the run in `model`."""
-    reward_deadline: float = 60.0
-    """Seconds a reward function may take."""
     n: int = 256
     """How many rows at most."""
     samples: int = 1

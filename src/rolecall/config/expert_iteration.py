@@ -11,6 +11,7 @@ from rolecall.config.parts import (
     HeldOutOptions,
     OptimOptions,
     PolicyOptions,
+    RewardProcessOptions,
     RunOptions,
     SaveOptions,
 )
@@ -18,7 +19,7 @@ from rolecall.config.sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertIterationOptions(RunOptions):
+class ExpertIterationOptions(RewardProcessOptions, RunOptions):
     """Rounds of: sample answers, keep the good ones, imitate them."""
 
     command: ClassVar[str] = "expert-iteration"
@@ -33,8 +34,6 @@ class ExpertIterationOptions(RunOptions):
     own, which is also called `task`."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward; 1 each if not given."""
-    reward_deadline: float = 60.0
-    """Seconds a reward function may take before it is killed and its sample counted as failed."""
     chat: ChatOptions = field(default_factory=ChatOptions)
     steps: int = 5
     """Rounds."""

@@ -229,6 +229,10 @@ class MARLOptions(RunOptions):
     """Play in so many other processes, for slow environments; 0: in this one."""
     deadline: float = 60.0
     """With workers: seconds an environment may take for a step before it is ended and its episode discarded."""
+    network: bool = False
+    """With workers: let environments use the network."""
+    variables: tuple[str, ...] = ()
+    """With workers: environment variables that environments see beside the usual ones (PATH, HOME, thread counts)."""
     agent: AgentOptions = field(default_factory=AgentOptions)
     q: QOptions = field(default_factory=QOptions)
     ppo: PPOOptions = field(default_factory=PPOOptions)

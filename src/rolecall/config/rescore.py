@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, field
 
+from rolecall.config.parts import RewardProcessOptions
+
 
 @dataclass(frozen=True, kw_only=True)
-class RescoreOptions:
+class RescoreOptions(RewardProcessOptions):
     """Apply another reward to the answers a run has stored: `rolecall rescore runs/x --reward f`. Nothing is sampled, and
     the run stays as it is; what comes out is a new one, for `rolecall rl --from`."""
 
@@ -14,8 +16,6 @@ class RescoreOptions:
     """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its own."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward; 1 each if not given."""
-    reward_deadline: float = 60.0
-    """Seconds a reward function may take before it is killed and its sample counted as failed."""
     rows: str | None = None
     """The rows that the run answered, for the columns that rewards ask for; those it names itself if not given."""
     out: str | None = None

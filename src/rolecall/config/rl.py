@@ -15,6 +15,7 @@ from rolecall.config.parts import (
     HeldOutOptions,
     OptimOptions,
     PolicyOptions,
+    RewardProcessOptions,
     RunOptions,
     SaveOptions,
 )
@@ -213,7 +214,7 @@ class AlgorithmOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLOptions(RunOptions):
+class RLOptions(RewardProcessOptions, RunOptions):
     """Reinforcement learning of a language model from a reward."""
 
     command: ClassVar[str] = "rl"
@@ -231,8 +232,6 @@ class RLOptions(RunOptions):
     own, which is also called `task`."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward; 1 each if not given."""
-    reward_deadline: float = 60.0
-    """Seconds a reward function may take before it is killed and its sample counted as failed."""
     env: str | None = None
     """Play episodes of several turns in it: calculator, guessing, kuhn, file.py:Class, gym:ID. `rows` are what it starts
     from; left out, its own, or seeds."""

@@ -11,6 +11,7 @@ from rolecall.config.parts import (
     HeldOutOptions,
     OptimOptions,
     PolicyOptions,
+    RewardProcessOptions,
     RunOptions,
     SaveOptions,
 )
@@ -18,7 +19,7 @@ from rolecall.config.plan import steps_plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTOptions(RunOptions):
+class SFTOptions(RewardProcessOptions, RunOptions):
     """Supervised fine-tuning on demonstrations."""
 
     command: ClassVar[str] = "sft"

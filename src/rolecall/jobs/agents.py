@@ -106,7 +106,8 @@ def open_envs(env: EnvSource, options: AgentOptions, stack: ExitStack) -> Envs:
         check_name(env)
         if env.partition(":")[0] in AGENT_TASKS:
             return LocalEnvs(find_agent_task(env).env)
-    return stack.enter_context(EnvPool(env, workers=options.workers, deadline_s=options.deadline))
+    limits: dict[str, Any] = {"network": options.network, "variables": options.variables}
+    return stack.enter_context(EnvPool(env, workers=options.workers, deadline_s=options.deadline, **limits))
 
 
 def try_out(env: EnvSource, envs: Envs, row: Mapping[str, Any]) -> None:

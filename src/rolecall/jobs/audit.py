@@ -85,9 +85,7 @@ def _rl(
     train, test, task_reward = _bounded(found.train), found.test, found.reward
     task = resolve_rows(source) if task_reward is not None else None
     sources = rewards or options.reward
-    reward = open_reward(
-        sources, task_reward, stack, weights=options.reward_weights, deadline_s=options.reward_deadline
-    )
+    reward = open_reward(sources, task_reward, stack, weights=options.reward_weights, **options.reward_limits())
     problem = ""
     try:
         getattr(reward, "check_columns", lambda columns: None)(train.columns)

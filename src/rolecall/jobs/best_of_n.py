@@ -56,7 +56,7 @@ def build(job: Job) -> Built:
     given = prompt_rows(source, held_out, seed=options.seed)
     task_reward = given.reward
     found = head(given.train if given.test is None else given.test, options.count)
-    how: dict[str, Any] = {"deadline_s": options.reward_deadline, "rows": found, "timer": timer}
+    how: dict[str, Any] = {**options.reward_limits(), "rows": found, "timer": timer}
     reward = open_reward(objects.reward or options.reward, task_reward, stack, weights=options.reward_weights, **how)
     judge = None
     if objects.judge or options.judge:

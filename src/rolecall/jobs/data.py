@@ -205,6 +205,8 @@ def open_reward(
     *,
     weights: Sequence[float] | None,
     deadline_s: float,
+    network: bool = False,
+    variables: Sequence[str] = (),
     rows: Rows | None = None,
     timer: Timer | None = None,
 ) -> Reward:
@@ -227,7 +229,8 @@ def open_reward(
 
         weight = 1.0 if weights is None else weights[0]
         return reward_of_model(only, weight=weight)
-    pool = stack.enter_context(RewardPool(list(chosen), weights=weights, deadline_s=deadline_s))
+    limits: dict[str, Any] = {"deadline_s": deadline_s, "network": network, "variables": variables}
+    pool = stack.enter_context(RewardPool(list(chosen), weights=weights, **limits))
     if timer is not None:
         pool.advance = timer.advance
     if rows is not None:
@@ -254,8 +257,8 @@ def open_judge(
     if not options.eval.reward:
         getattr(reward, "check_columns", lambda columns: None)(rows.columns)
         return reward, None
-    deadline = options.reward_deadline
-    judge = open_reward(options.eval.reward, task_reward, stack, weights=None, deadline_s=deadline, rows=rows)
+    limits = options.reward_limits()
+    judge = open_reward(options.eval.reward, task_reward, stack, weights=None, rows=rows, **limits)
     return judge, reward
 
 

@@ -89,7 +89,7 @@ def run(
             task_reward,
             stack,
             weights=None,
-            deadline_s=options.reward_deadline,
+            **options.reward_limits(),
             rows=chosen,
         )
         policy = open_model(options.model, **reading(options.policy))
@@ -125,8 +125,7 @@ def _episodes(
         sources = rewards or options.reward or tuple(learned.get("reward", ()))
         reward: Reward = EnvOnly()
         if sources:
-            how_long = options.reward_deadline
-            reward = open_reward(sources, None, stack, weights=None, deadline_s=how_long, rows=chosen)
+            reward = open_reward(sources, None, stack, weights=None, rows=chosen, **options.reward_limits())
         envs = open_envs(env, options.agent, stack)
         policy = open_model(options.model, **reading(options.policy))
         chat = learnt.filled(options.chat)

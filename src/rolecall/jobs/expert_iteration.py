@@ -50,7 +50,7 @@ def build(job: Job) -> Built:
         found.reward,
         stack,
         weights=options.reward_weights,
-        deadline_s=options.reward_deadline,
+        **options.reward_limits(),
         rows=found.train,
         timer=timer,
     )

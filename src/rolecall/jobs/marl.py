@@ -47,7 +47,15 @@ def build(job: Job) -> Built:
         raise UserError("marl trains in one process; `workers` spreads the environments over several")
 
     def opened(count: int) -> Any:
-        envs = open_envs(options.env, count, limit=options.limit, workers=options.workers, deadline=options.deadline)
+        envs = open_envs(
+            options.env,
+            count,
+            limit=options.limit,
+            workers=options.workers,
+            deadline=options.deadline,
+            network=options.network,
+            variables=options.variables,
+        )
         stack.callback(envs.close)
         return envs
 

@@ -94,7 +94,7 @@ def run_from(
                 task_reward,
                 stack,
                 weights=options.reward_weights,
-                deadline_s=options.reward_deadline,
+                **options.reward_limits(),
                 rows=table,
             )
             _check_rows(store, table, prompts=checked)

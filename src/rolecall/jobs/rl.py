@@ -164,7 +164,7 @@ def _asked(job: Job) -> _Asked:
             found.reward,
             job.stack,
             weights=options.reward_weights,
-            deadline_s=options.reward_deadline,
+            **options.reward_limits(),
             rows=found.train,
             timer=job.timer,
         )

@@ -82,7 +82,7 @@ def _held_out_evaluator(options: SFTOptions, policy: Any, learner: SFTLearner, h
     if options.eval.reward:
         check_kind(held, ("prompt",), "a column `prompt` in the rows that eval.reward scores answers to")
         check_prompts(held, policy, options.chat)
-        reward = open_reward(options.eval.reward, None, stack, weights=None, deadline_s=60.0, rows=held)
+        reward = open_reward(options.eval.reward, None, stack, weights=None, **options.reward_limits(), rows=held)
         answers = answering(options, policy, reward, held)
     elif known is None:
         raise UserError(

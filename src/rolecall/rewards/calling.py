@@ -10,7 +10,6 @@ Three styles, told apart by parameter names; every style may be `async`:
 A function names the parameters it wants, in any order; with **kwargs it gets all of them.
 """
 
-import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,7 +138,11 @@ class RewardFunction:
     def _call(self, given: Mapping[str, Any]) -> Any:
         accepted = self.accepted
         result = self.call(**{k: v for k, v in given.items() if accepted is None or k in accepted})
-        return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+        if not inspect.isawaitable(result):
+            return result
+        import asyncio  # not needed by most, and slow to import
+
+        return asyncio.run(_awaited(result))
 
 
 def inspect_function(name: str, function: Callable[..., Any]) -> RewardFunction:

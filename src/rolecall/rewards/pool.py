@@ -3,26 +3,23 @@
 import logging
 import pickle
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import fsum
-from multiprocessing.connection import wait
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any, Self
 
 from rolecall.errors import out_of_range
 from rolecall.rewards.calling import no_column
-from rolecall.rewards.processes import Gone, Worker
 from rolecall.rewards.records import RewardError, Sample, Scored, trainer_state
-from rolecall.rewards.round import Round
+from rolecall.rewards.round import Job, Round
 from rolecall.rewards.sources import ANSWER_COLUMNS, BUILT_IN, Named, Source, pack
+from rolecall.workers.pool import Broken, WorkerPool
+from rolecall.workers.process import Worker
+from rolecall.workers.walls import Walls
 
 logger = logging.getLogger("rolecall.rewards")
 
-_LOAD_DEADLINE_S = 120.0
-_STARTS_IN_VAIN = 3
-"""So many workers in a row, and all there were, may die before they have done anything; then the pool gives up."""
 _NAMED_FAILURES = 5
 """So many failures per function and call are named one by one in the log; the rest are counted."""
 
@@ -45,6 +42,8 @@ class RewardPool:
         workers: int = 2,
         deadline_s: float = 60.0,
         memory_mb: int | None = 2048,
+        network: bool = False,
+        variables: Sequence[str] = (),
         say_after_s: float = 30.0,
     ) -> None:
         packed = pack(functions)
@@ -55,25 +54,29 @@ class RewardPool:
             raise RewardError(f"{len(packed)} reward functions need as many weights, got {len(self.weights)}")
         if workers < 1 or not deadline_s > 0:
             raise RewardError(f"a reward pool needs workers >= 1 and deadline_s > 0, got {workers} and {deadline_s}")
-        self._setup = pickle.dumps({"functions": packed, "memory_mb": memory_mb})
         self._lock = threading.Lock()
-        self._starts_in_vain = 0
         self._logged: dict[str, list[float]] = defaultdict(list)
         self._failed: dict[str, int] = dict.fromkeys(self.names, 0)
         self._silent: set[str] = set()
-        self._columns: tuple[tuple[str, ...], ...] = ()
         self._checked = False
         self.advance: Callable[[int, int, str], None] = lambda done, total, unit: None
         self._verifiers = tuple(p.name for p in packed if p.module in BUILT_IN.values())
-        self._workers: list[Worker] = []
-        self._end = weakref.finalize(self, _end, self._workers)
-        try:
-            for _ in range(workers):
-                self._workers.append(Worker(self._setup))
-            self.styles = self._first_ready()
-        except BaseException:
-            self._end()
-            raise
+        self._pool = WorkerPool(
+            "rolecall.rewards.worker",
+            [pickle.dumps({"functions": packed})] * workers,
+            what=f"reward{'s' if len(self.names) > 1 else ''} {', '.join(f'`{name}`' for name in self.names)}",
+            error=RewardError,
+            deadline_s=deadline_s,
+            walls=Walls(
+                memory_mb=memory_mb,
+                network=network,
+                variables=tuple(variables),
+                options=("reward_network", "reward_variables"),
+            ),
+        )
+        known = self._pool.ready or {}
+        self.styles: tuple[str, ...] = tuple(known["styles"])
+        self._columns: tuple[tuple[str, ...], ...] = tuple(tuple(columns) for columns in known["columns"])
 
     def __enter__(self) -> Self:
         return self
@@ -83,16 +86,16 @@ class RewardPool:
 
     def close(self) -> None:
         """End the workers."""
-        self._end()
+        self._pool.close()
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
         """The worker processes of this moment."""
-        return tuple(worker.process.pid for worker in self._workers)
+        return self._pool.pids
 
     def score(self, samples: Sequence[Sample], *, state: Mapping[str, Any] | None = None) -> list[Scored]:
         """One result per sample, in order. `state` is what functions see as `trainer_state`; what it leaves out is 0."""
-        if not self._end.alive:
+        if self._pool.closed:
             raise RewardError("this reward pool is closed; make a new one")
         if not samples:
             return []
@@ -100,18 +103,17 @@ class RewardPool:
             self._check_wanted(tuple(dict.fromkeys(name for sample in samples for name in sample.row)))
         with self._lock:
             whole = {**trainer_state(), **(state or {})}
-            this = Round(samples, styles=self.styles, workers=len(self._workers), state=whole)
+            this = Round(samples, styles=self.styles, workers=len(self._pool.workers), state=whole)
             try:
                 while not this.finished:
                     self._hand_out(this)
                     self._listen(this)
                     self.advance(this.known, len(samples) * len(self.names), "rewards")
             except RewardError as error:  # the run was under way: not a mistake of the command line
-                error.exit_code = 1
+                error.exit_code = 1 if error.exit_code == 2 else error.exit_code
                 raise
-            finally:  # after an error or Ctrl-C, no worker goes on with what nobody waits for
-                for worker in [w for w in self._workers if w.job is not None]:
-                    self._replace(worker)
+            finally:
+                self._pool.drop_jobs()
             this.settle()
             return self._collect(this, samples)
 
@@ -152,131 +154,42 @@ class RewardPool:
         self._failed = dict.fromkeys(self.names, 0)
         return taken
 
-    def _first_ready(self) -> tuple[str, ...]:
-        """Wait for one worker: a function that cannot be loaded is an error now."""
-        styles: tuple[str, ...] | None = None
-        while styles is None:
-            for worker, message in self._messages(timeout=1.0):  # all that was heard: nobody says it twice
-                if message is None:
-                    self._lost_in_vain(worker)
-                elif "ready" in message:
-                    worker.ready, styles = True, tuple(message["ready"])
-                    self._columns = tuple(tuple(columns) for columns in message["columns"])
-                else:
-                    raise RewardError(str(message.get("fatal", f"a reward worker said {message!r:.80} while loading")))
-            self._check_loading()
-        return styles
-
     def _hand_out(self, this: Round) -> None:
-        for worker in list(self._workers):
+        for worker in [w for w in self._pool.workers if w.ready and w.job is None]:
             if not this.queue:
                 return
-            if not worker.ready or worker.job is not None:
-                continue
             job = this.queue.popleft()
-            try:
-                worker.send(this.payload(job), timeout=self.deadline_s)
-            except Gone:  # it died while idle: nobody's fault
+            if self._pool.give(worker, job, this.payload(job)):
+                job.said_at = self.say_after_s
+            else:  # it had died while idle: nobody's fault
                 this.queue.appendleft(job)
-                self._lost_in_vain(worker)
-                continue
-            worker.job, worker.since, worker.said_at = job, monotonic(), self.say_after_s
 
     def _listen(self, this: Round) -> None:
-        for worker, message in self._messages(timeout=self._patience()):
-            if worker not in self._workers:
-                continue  # replaced because of an earlier message of the same batch
-            if message is None:
-                self._lost(this, worker)
-            elif "fatal" in message:
-                raise RewardError(str(message["fatal"]))
-            elif "ready" in message:
-                worker.ready = True
-            elif worker.job is not None:
-                self._heard(this, worker, message)
-        for worker in [w for w in self._workers if w.job is not None]:
-            self._check_time(this, worker)
-        self._check_loading()
+        now = monotonic()
+        busy = [w for w in self._pool.workers if w.job is not None]
+        patience = min([1.0, *(max(0.0, w.job.said_at - (now - w.since)) for w in busy)])
+        for worker, job, said in self._pool.hear(patience=patience):
+            job.said_at = self.say_after_s
+            if isinstance(said, Broken):
+                late = f"no answer within deadline_s={self.deadline_s:g}; it was killed"
+                this.broke(job, said.how, late if said.how == "deadline" else said.why)
+            elif worker in self._pool.workers:  # else it was replaced because of an earlier message
+                self._heard(this, worker, job, said)
+        for worker in [w for w in self._pool.workers if w.job is not None]:
+            waited = monotonic() - worker.since
+            if waited >= worker.job.said_at:
+                worker.job.said_at *= 2
+                name, on = self.names[worker.job.function], this.current(worker.job)
+                logger.warning("reward `%s` has been waiting %.0f s on %s", name, waited, on)
 
-    def _heard(self, this: Round, worker: Worker, message: dict[str, Any]) -> None:
-        job = worker.job
-        self._starts_in_vain = 0
-        if message.get("memory"):
-            worker.job = None
-            self._replace(worker)
-            limit = f"more than memory_mb={self.memory_mb}" if self.memory_mb else "more memory than there is"
-            this.broke(job, "crash", f"it asked for {limit}: {message['error']}")
-            return
+    def _heard(self, this: Round, worker: Worker, job: Job, message: dict[str, Any]) -> None:
         try:
             this.heard(job, message, name=self.names[job.function])
         except RewardError:
             raise
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):  # a worker that was taken over
-            worker.job = None
-            self._replace(worker)
+            self._pool.replace(worker)
             this.broke(job, "crash", "its worker process sent something unreadable")
-            return
-        if message.get("done"):
-            worker.job = None
-        worker.since, worker.said_at = monotonic(), self.say_after_s
-
-    def _lost(self, this: Round, worker: Worker) -> None:
-        job = worker.job
-        if job is None:
-            self._lost_in_vain(worker)
-            return
-        worker.job = None
-        how = self._replace(worker)
-        this.broke(job, "crash", how)
-
-    def _check_time(self, this: Round, worker: Worker) -> None:
-        job, waited = worker.job, monotonic() - worker.since
-        if waited >= self.deadline_s:
-            worker.job = None
-            self._replace(worker)
-            this.broke(job, "deadline", f"no answer within deadline_s={self.deadline_s:g}; it was killed")
-        elif waited >= worker.said_at:
-            worker.said_at *= 2
-            name = self.names[job.function]
-            logger.warning("reward `%s` has been waiting %.0f s on %s", name, waited, this.current(job))
-
-    def _check_loading(self) -> None:
-        for worker in self._workers:
-            if not worker.ready and monotonic() - worker.since > _LOAD_DEADLINE_S:
-                raise RewardError(f"the rewards {', '.join(self.names)} did not load within {_LOAD_DEADLINE_S:g} s")
-
-    def _patience(self) -> float:
-        """Seconds until something is due even if no worker says a word."""
-        now = monotonic()
-        due = [min(self.deadline_s, w.said_at) - (now - w.since) for w in self._workers if w.job is not None]
-        return max(0.0, min([1.0, *due]))
-
-    def _messages(self, *, timeout: float) -> list[tuple[Worker, dict[str, Any] | None]]:
-        """What has been said, in order of workers; None for a worker that is gone."""
-        talking = wait([worker.channel for worker in self._workers], timeout)
-        heard: list[tuple[Worker, dict[str, Any] | None]] = []
-        for worker in [w for w in self._workers if w.channel in talking]:
-            try:
-                heard += [(worker, message) for message in worker.receive()]
-            except Gone:
-                heard.append((worker, None))
-        # A grandchild may hold the channel of a dead worker open.
-        heard += [(w, None) for w in self._workers if w.channel not in talking and w.process.poll() is not None]
-        return heard
-
-    def _replace(self, worker: Worker) -> str:
-        how = worker.kill()
-        self._workers[self._workers.index(worker)] = Worker(self._setup)
-        return how
-
-    def _lost_in_vain(self, worker: Worker) -> None:
-        how = self._replace(worker)
-        self._starts_in_vain += 1
-        if self._starts_in_vain >= _STARTS_IN_VAIN + len(self._workers):
-            raise RewardError(
-                f"reward workers for {', '.join(self.names)} die before they are called ({how}); import the functions' "
-                f"modules in a Python shell to see why"
-            )
 
     def _collect(self, this: Round, samples: Sequence[Sample]) -> list[Scored]:
         for _, metrics in sorted(this.metrics.items()):
@@ -314,13 +227,3 @@ class RewardPool:
             failure="; ".join(failed) or None,
             extras=this.extras[index],
         )
-
-
-def _end(workers: list[Worker]) -> None:
-    for worker in workers:
-        worker.hang_up()
-    patience = monotonic() + 0.5
-    while monotonic() < patience and any(w.process.poll() is None and w.ready and w.job is None for w in workers):
-        sleep(0.005)
-    for worker in workers:
-        worker.kill()

@@ -4,19 +4,16 @@ The trainer packs a source, the worker opens it: user modules are imported in wo
 never imported a second time.
 """
 
-import importlib
-import importlib.util
 import pickle
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from rolecall.rewards.records import RewardError
+from rolecall.workers.load import load_object, split_name
 
 BUILT_IN = {
     "exact": "rolecall.rewards.verifiers",
@@ -93,14 +90,7 @@ def _pack_one(source: Source, name: str | None) -> Packed:
     if callable(source):
         return Packed(name=name or name_of(source), pickled=_pickle(source))
     if ":" in source:
-        module, _, function = source.rpartition(":")
-        if not module or not function:
-            raise RewardError(f"reward {source!r} is not of the form 'file.py:function' or 'module:function'")
-        if module.endswith(".py"):
-            path = Path(module).expanduser().resolve()
-            if not path.is_file():
-                raise RewardError(f"reward {source!r}: there is no file {path}")
-            module = str(path)
+        module, function = split_name(source, what=f"reward {source!r}", error=RewardError)
         return Packed(name=name or function.rpartition(".")[2], module=module, function=function)
     if source in BUILT_IN:
         return Packed(name=name or source, module=BUILT_IN[source], function=source)
@@ -132,40 +122,15 @@ def _pickle(function: Callable[..., Any]) -> bytes:
 
 def open_packed(packed: Packed) -> Callable[..., Any]:
     """The function, imported here. Every way this can fail is a `RewardError` of one sentence."""
-    where = f"{packed.module}:{packed.function}" if packed.module else "the callable given"
-    try:
-        found: Any = pickle.loads(packed.pickled) if packed.pickled else _import(packed)
-    except RewardError:
-        raise
-    except BaseException as error:  # a module may raise anything, SystemExit too
-        raise RewardError(
-            f"reward `{packed.name}` cannot be loaded from {where}: {type(error).__name__}: {error}"
-        ) from error
+    what = f"reward `{packed.name}`"
+    if packed.module:
+        found = load_object(packed.module, packed.function, what=what, error=RewardError)
+    else:
+        try:
+            found = pickle.loads(packed.pickled)
+        except BaseException as error:  # the modules it needs may raise anything, SystemExit too
+            raise RewardError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
     if not callable(found):
-        raise RewardError(f"reward `{packed.name}`: {where} is a {type(found).__name__}, not a function")
+        where = f"{packed.module}:{packed.function}" if packed.module else "the callable given"
+        raise RewardError(f"{what}: {where} is a {type(found).__name__}, not a function")
     return found
-
-
-def _import(packed: Packed) -> Any:
-    in_file = packed.module.endswith(".py")
-    found: Any = _import_file(Path(packed.module)) if in_file else importlib.import_module(packed.module)
-    for part in packed.function.split("."):
-        if not hasattr(found, part):
-            near = get_close_matches(part, [n for n in dir(found) if not n.startswith("_")], n=1)
-            raise RewardError(
-                f"reward `{packed.name}`: {packed.module} has no `{part}`"
-                + (f"; did you mean `{near[0]}`?" if near else "")
-            )
-        found = getattr(found, part)
-    return found
-
-
-def _import_file(path: Path) -> Any:
-    sys.path.insert(0, str(path.parent))  # so that it can import its neighbours
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise RewardError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
-    return module

@@ -1,82 +1,33 @@
-"""The process that runs reward functions: a fresh interpreter that can be killed at any moment.
+"""Reward functions in a worker process."""
 
-Frames go over a socket: a length, then the bytes. What comes from the trainer is a pickle; what goes back is JSON, so
-that nothing a worker sends can run code in the trainer.
-"""
-
-import fcntl
-import gc
-import json
-import os
-import pickle
-import resource
-import select
-import signal
-import socket
-import struct
-import sys
-import traceback
-from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from rolecall.rewards.calling import Answers, Log, RewardFunction, inspect_function
 from rolecall.rewards.records import RewardError
 from rolecall.rewards.sources import open_packed
-
-HEADER = struct.Struct("!Q")
-
-Send = Callable[[dict[str, Any]], None]
+from rolecall.workers.child import Answer, Send, described
 
 
-def main(channel_fd: int, life_fd: int) -> None:
-    """Serve the trainer at the other end of the socket until it hangs up."""
-    die_with_trainer(life_fd)
-    os.set_inheritable(channel_fd, False)
-    channel = socket.socket(fileno=channel_fd)
+def open_worker(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Answer]:
+    """(what the pool is told of the functions, what scores answers)."""
+    functions = [inspect_function(packed.name, open_packed(packed)) for packed in setup["functions"]]
 
-    def send(message: dict[str, Any]) -> None:
-        body = json.dumps(message).encode()
-        channel.sendall(HEADER.pack(len(body)) + body)
-
-    with suppress(BrokenPipeError, ConnectionResetError):  # the trainer has hung up: there is nobody to tell
-        _serve(channel, send)
-
-
-def _serve(channel: socket.socket, send: Send) -> None:
-    setup = receive(channel)
-    if setup is None:
-        return
-    limit_memory(setup["memory_mb"])
-    try:
-        functions = [inspect_function(packed.name, open_packed(packed)) for packed in setup["functions"]]
-    except RewardError as error:
-        send({"fatal": str(error)})
-        return
-    gc.freeze()
-    send({"ready": [function.style for function in functions], "columns": [f.columns for f in functions]})
-    while (job := receive(channel)) is not None:
-        _run(functions[job["function"]], Answers(**job["answers"]), send)
-
-
-def _run(function: RewardFunction, answers: Answers, send: Send) -> None:
-    log = Log()
-    try:
+    def answer(job: Mapping[str, Any], send: Send) -> None:
+        function, answers = functions[job["function"]], Answers(**job["answers"])
         if function.style == "batch":
+            log = Log()
             values = function.of_batch(answers, log)
             send({"values": values, "extras": log.extras, "metrics": log.metrics, "done": True})
             return
         for index in range(len(answers)):
-            _run_sample(function, answers, index, send)
+            _score_one(function, answers, index, send)
         send({"done": True})
-    except RewardError as error:
-        send({"fatal": str(error)})
-    except BaseException as error:  # whatever a user function raises, SystemExit too, is this call's failure
-        send(described(error) | {"done": True})
+
+    return {"styles": [f.style for f in functions], "columns": [f.columns for f in functions]}, answer
 
 
-def _run_sample(function: RewardFunction, answers: Answers, index: int, send: Send) -> None:
+def _score_one(function: RewardFunction, answers: Answers, index: int, send: Send) -> None:
     log = Log()
     try:
         value, extras = function.of_sample(answers, index, log)
@@ -86,58 +37,3 @@ def _run_sample(function: RewardFunction, answers: Answers, index: int, send: Se
         send({"at": index} | described(error))
     else:
         send({"at": index, "value": value, "extras": extras, "metrics": log.metrics})
-
-
-def described(error: BaseException) -> dict[str, Any]:
-    """What was raised, where, and whether memory ran out."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" (line {frames[-1].lineno} of {Path(frames[-1].filename).name})" if frames else ""
-    # The text may quote the model: control characters are shown, not sent to a terminal.
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error)[:300])
-    return {
-        "error": f"{type(error).__name__}{': ' if text else ''}{text}{where}",
-        "memory": isinstance(error, MemoryError),
-    }
-
-
-def receive(channel: socket.socket) -> Any:
-    """The next thing the trainer sends; None when it has hung up."""
-    header = _read(channel, HEADER.size)
-    if header is None:
-        return None
-    body = _read(channel, HEADER.unpack(header)[0])
-    return None if body is None else pickle.loads(body)
-
-
-def _read(channel: socket.socket, size: int) -> bytearray | None:
-    buffer = bytearray(size)
-    view = memoryview(buffer)
-    while view:
-        got = channel.recv_into(view)
-        if not got:
-            return None
-        view = view[got:]
-    return buffer
-
-
-def limit_memory(memory_mb: int | None) -> None:
-    """No core files, and not more memory than that."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if memory_mb is not None:
-        # Private writable memory, not address space: libraries reserve far more of the latter than they use.
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_mb << 20, memory_mb << 20))
-
-
-def die_with_trainer(life_fd: int) -> None:
-    """Have the kernel kill this process when the trainer, which holds the other end of the pipe, is gone.
-
-    A thread could not do it (C code may hold the interpreter's lock), nor could the parent-death signal, which fires
-    already when the trainer's *thread* that started this process ends.
-    """
-    os.set_inheritable(life_fd, False)
-    if sys.platform == "linux":
-        fcntl.fcntl(life_fd, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(life_fd, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(life_fd, fcntl.F_SETFL, fcntl.fcntl(life_fd, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([life_fd], [], [], 0)[0]:  # it went before the line above
-        os._exit(1)

@@ -7,13 +7,9 @@ gym:FrozenLake-v1:is_slippery=false       Gymnasium's, with what `make` takes
 trl:envs.py:MyEnv                         TRL's `environment_factory` kind, where the class has a tool `step`
 """
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rolecall.tasks.agent_tasks import AGENT_TASKS
@@ -22,6 +18,7 @@ from rolecall.tasks.env import EnvError
 from rolecall.tasks.env_adapters import OneTurn, TRLEnv
 from rolecall.tasks.gym_text import GymEnv
 from rolecall.tasks.names import find_agent_task, find_task, task_options
+from rolecall.workers.load import load_object, split_name
 
 Factory = Callable[[], Any]
 """Makes a fresh environment, for one episode."""
@@ -38,7 +35,8 @@ def open_env(name: str) -> Factory:
         made, _, options = rest.partition(":")
         return partial(GymEnv, made, **task_options(name, options))
     forced = kind == "trl"
-    found = _import(rest if forced else name)
+    own = rest if forced else name
+    found = load_object(*_parted(own), what=f"environment {own!r}", error=EnvError)
     return as_factory(found, trl=forced, name=name)
 
 
@@ -70,39 +68,9 @@ def check_name(name: str) -> None:
 
 
 def _parted(name: str) -> tuple[str, str]:
-    module, colon, attribute = name.rpartition(":")
-    if not colon or not module or not attribute:
+    if ":" not in name.strip(":"):
         known = [*AGENT_TASKS, *BUILT_IN]
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)};"
         raise EnvError(f"there is no environment {name!r}; {hint} name your own file.py:Class, Gymnasium's gym:ID")
-    if module.endswith(".py"):
-        path = Path(module).expanduser().resolve()
-        if not path.is_file():
-            raise EnvError(f"environment {name!r}: there is no file {path}")
-        return str(path), attribute
-    return module, attribute
-
-
-def _import(name: str) -> Any:
-    module, attribute = _parted(name)
-    try:
-        held: Any = _import_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
-    except BaseException as error:  # a module may raise anything, SystemExit too
-        raise EnvError(f"environment {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
-    if not hasattr(held, attribute):
-        near = get_close_matches(attribute, [n for n in dir(held) if not n.startswith("_")], n=1)
-        hint = f"; did you mean `{near[0]}`?" if near else ""
-        raise EnvError(f"environment {name!r}: {Path(module).name} has no `{attribute}`{hint}")
-    return getattr(held, attribute)
-
-
-def _import_file(path: Path) -> Any:
-    sys.path.insert(0, str(path.parent))  # so that it can import its neighbours
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise EnvError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
-    return module
+    return split_name(name, what=f"environment {name!r}", error=EnvError)

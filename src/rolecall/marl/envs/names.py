@@ -3,16 +3,15 @@
 import importlib
 import importlib.util
 import re
-import sys
 from collections.abc import Callable
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from rolecall.marl.envs.adapters import GymEnv, ParallelEnv, foraging_env
 from rolecall.marl.envs.base import Env, EnvError, Envs, LocalEnvs
 from rolecall.marl.envs.foraging import ForagingEnvs
 from rolecall.marl.envs.matrix import CLIMBING, MatrixGames, penalty
+from rolecall.workers.load import load_object, split_name
 
 KINDS = ("climbing", "penalty", "lbf", "lbforaging", "mpe", "pettingzoo", "gym")
 """What stands before the colon."""
@@ -63,7 +62,7 @@ def _maker(name: str, limit: int | None) -> Callable[[], Env]:
         )
     if rest and kind not in KINDS and (kind.endswith(".py") or _importable(kind)):
         _need(name, "gymnasium")
-        function = _function(name, kind, rest)
+        function = _function(name)
         return lambda: _adapted(function(), name, limit)
     near = get_close_matches(kind, KINDS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {FORMS}"
@@ -170,26 +169,10 @@ def _importable(module: str) -> bool:
         return False
 
 
-def _function(name: str, where: str, function: str) -> Callable[[], Any]:
+def _function(name: str) -> Callable[[], Any]:
     """The user's own: file.py:function or module:function."""
-    try:
-        if where.endswith(".py"):
-            path = Path(where).expanduser()
-            if not path.is_file():
-                raise EnvError(f"the environment {name!r} is in no file: {where} is not there")
-            spec = importlib.util.spec_from_file_location(f"rolecall_env_{path.stem}", path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(where)
-    except EnvError:
-        raise
-    except Exception as error:  # the user's file may raise anything
-        raise EnvError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
-    found = getattr(module, function, None)
+    what = f"environment {name!r}"
+    found = load_object(*split_name(name, what=what, error=EnvError), what=what, error=EnvError)
     if not callable(found):
-        raise EnvError(f"{where} has no function {function!r} that makes an environment")
+        raise EnvError(f"{what} is a {type(found).__name__}, not a function that makes an environment")
     return found

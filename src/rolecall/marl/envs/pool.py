@@ -5,184 +5,106 @@ off with the reason, and a new process takes its place at the next reset. Deadli
 inside this process cannot be ended.
 """
 
-import os
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Sequence
-from contextlib import suppress
+import pickle
+from base64 import b64decode
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from multiprocessing.connection import Connection, Pipe, wait
-from time import monotonic
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rolecall.marl.envs.base import EnvError, EnvSpec, Frame
-
-_ARRAYS = ("obs", "avail", "present", "reward", "terminated", "truncated", "state")
+from rolecall.marl.envs.worker import ARRAYS
+from rolecall.workers.pool import Broken, WorkerPool
+from rolecall.workers.process import Worker
+from rolecall.workers.walls import Walls
 
 
 class PooledEnvs:
     """`count` environments of a name, spread evenly over `workers` processes."""
 
-    def __init__(self, name: str, count: int, *, limit: int | None, workers: int, deadline: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        count: int,
+        *,
+        limit: int | None,
+        workers: int,
+        deadline: float = 60.0,
+        network: bool = False,
+        variables: Sequence[str] = (),
+    ) -> None:
         workers = min(workers, count)
-        self.count, self._deadline = count, deadline
+        self.count = count
         cuts = [round(i * count / workers) for i in range(workers + 1)]
-        self._workers = [_Worker(name, end - start, limit, start) for start, end in pairwise(cuts)]
-        try:
-            answers = [worker.first(deadline=max(deadline, 60.0)) for worker in self._workers]
-        except BaseException:
-            self.close()
-            raise
-        self.spec: EnvSpec = answers[0]
+        self._rows = [slice(start, end) for start, end in pairwise(cuts)]
+        self._pool = WorkerPool(
+            "rolecall.marl.envs.worker",
+            [pickle.dumps((name, rows.stop - rows.start, limit)) for rows in self._rows],
+            what=f"the environment {name!r}",
+            error=EnvError,
+            deadline_s=deadline,
+            walls=Walls(memory_mb=None, network=network, variables=tuple(variables), frame_mb=64),
+        )
+        known = self._pool.ready or {}
+        self.spec = EnvSpec(**known | {"agents": tuple(known["agents"])})
         self._frame = Frame.of(self.spec, count)
+        self._begun: list[Worker | None] = [None] * workers
+        """Which process the episodes of each place were begun in."""
 
     def reset(self, seeds: Sequence[int]) -> Frame:
         """Begin an episode in each."""
-        for worker in self._workers:
-            if worker.process is None:
-                worker.start()
-                worker.first(deadline=max(self._deadline, 60.0))
-            worker.send(("reset", list(seeds[worker.rows])))
-        return self._gather(self._workers)
+        self._begun = [None] * len(self._rows)
+        return self._round({place: ("reset", list(seeds[rows])) for place, rows in enumerate(self._rows)})
 
     def step(self, actions: NDArray[np.int64], running: NDArray[np.bool_]) -> Frame:
         """One step in those that are running."""
-        asked = [worker for worker in self._workers if running[worker.rows].any()]
-        for worker in asked:
-            worker.send(("step", actions[worker.rows], running[worker.rows]))
-        return self._gather(asked)
-
-    def _gather(self, asked: Sequence["_Worker"]) -> Frame:
-        frame, self._frame.faults = self._frame, {}
-        end = monotonic() + self._deadline
-        waiting = {worker.channel: worker for worker in asked if worker.process is not None}
-        for worker in asked:
-            if worker.process is None:
-                self._broke(worker, "its process is gone")
-        while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, end - monotonic()))
-            if not ready:
-                for worker in waiting.values():
-                    worker.kill()
-                    self._broke(worker, f"it did not answer within {self._deadline:g} s and was ended")
-                break
-            for channel in ready:
-                assert isinstance(channel, Connection)
-                worker = waiting.pop(channel)
-                try:
-                    answer = channel.recv()
-                except (EOFError, OSError):
-                    self._broke(worker, worker.kill())
-                    continue
-                if isinstance(answer, Exception):
-                    raise answer
-                for name, array in zip(_ARRAYS, answer[0], strict=True):
-                    if array is not None:
-                        getattr(frame, name)[worker.rows] = array
-                for i, why in answer[1].items():
-                    frame.faults[worker.rows.start + i] = why
-        return frame
-
-    def _broke(self, worker: "_Worker", why: str) -> None:
-        for i in range(worker.rows.start, worker.rows.stop):
-            self._frame.faults[i] = why
+        asked = {place: rows for place, rows in enumerate(self._rows) if running[rows].any()}
+        return self._round({place: ("step", actions[rows], running[rows]) for place, rows in asked.items()})
 
     def close(self) -> None:
         """End the processes."""
-        for worker in self._workers:
-            worker.kill()
+        self._pool.close()
 
-
-class _Worker:
-    """A process with some environments: a fresh interpreter in a session of its own."""
-
-    def __init__(self, name: str, count: int, limit: int | None, start: int) -> None:
-        self.rows = slice(start, start + count)
-        self._setup = (name, count, limit)
-        self.process: subprocess.Popen[bytes] | None = None
-        self.start()
-
-    def start(self) -> None:
-        self.channel, theirs = Pipe()
-        program = (
-            f"import sys; sys.path[:] = {sys.path!r}\n"
-            f"from rolecall.marl.envs.pool import serve; serve({theirs.fileno()})"
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdin=subprocess.PIPE,
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,
-            env={"OMP_NUM_THREADS": "1"} | os.environ,
-        )
-        theirs.close()
-        self.send(self._setup)
-
-    def first(self, *, deadline: float) -> EnvSpec:
-        """What the environments say of themselves."""
-        name = self._setup[0]
+    def _round(self, jobs: Mapping[int, tuple[Any, ...]]) -> Frame:
+        self._frame.faults = {}
+        left = dict(jobs)
         try:
-            if not self.channel.poll(deadline):
-                self.kill()
-                raise EnvError(f"the environment {name!r} was not made within {deadline:g} s", exit_code=75)
-            found = self.channel.recv()
-        except (EOFError, OSError):
-            raise EnvError(f"the environment {name!r} could not be made: {self.kill()}", exit_code=75) from None
-        if isinstance(found, Exception):
-            raise found
-        assert isinstance(found, EnvSpec)
-        return found
+            while left or any(worker.job is not None for worker in self._pool.workers):
+                for place, job in list(left.items()):
+                    worker = self._pool.workers[place]
+                    if job[0] == "step" and worker is not self._begun[place]:
+                        self._break(place, "its process is gone")
+                        del left[place]
+                    elif worker.ready and worker.job is None and self._pool.give(worker, place, pickle.dumps(job)):
+                        self._begun[place] = worker
+                        del left[place]
+                for worker, place, answer in self._pool.hear():
+                    self._heard(worker, place, answer)
+        finally:
+            self._pool.drop_jobs()
+        return self._frame
 
-    def send(self, what: Any) -> None:
-        with suppress(OSError):  # whoever listens to it next finds out
-            self.channel.send(what)
-
-    def kill(self) -> str:
-        """End the process and all it started; say how it had ended, if it had."""
-        if self.process is None:
-            return "its process is gone"
-        self.channel.close()
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        code = self.process.wait()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process = None
-        return f"its process ended with exit code {code}" if code >= 0 else f"its process was ended by signal {-code}"
-
-
-def serve(descriptor: int) -> None:
-    """The worker's side: make the environments, then answer until the other end closes."""
-    from rolecall.marl.envs.names import open_local
-
-    # The trainer holds the other end of stdin: when it is gone, however it went, this process goes too.
-    threading.Thread(target=_outlive_nobody, daemon=True).start()
-    channel = Connection(descriptor)
-    try:
-        name, count, limit = channel.recv()
-        try:
-            envs = open_local(name, count, limit=limit)
-        except EnvError as error:
-            channel.send(EnvError(str(error)))
+    def _heard(self, worker: Worker, place: int, answer: dict[str, Any] | Broken) -> None:
+        if isinstance(answer, Broken):
+            late = f"it did not answer within {self._pool.deadline_s:g} s and was ended"
+            self._break(place, late if answer.how == "deadline" else answer.why)
             return
-        channel.send(envs.spec)
-        while True:
-            what, *arguments = channel.recv()
-            try:
-                frame = envs.reset(*arguments) if what == "reset" else envs.step(*arguments)
-            except EnvError as error:
-                channel.send(EnvError(str(error)))
-                return
-            channel.send(([getattr(frame, name) for name in _ARRAYS], frame.faults))
-    except (EOFError, OSError):
-        return
+        if "error" in answer:
+            self._break(place, f"it raised {answer['error']}")
+            return
+        rows = self._rows[place]
+        try:
+            for name, packed in zip(ARRAYS, answer["arrays"], strict=True):
+                if packed is not None:
+                    here = getattr(self._frame, name)[rows]
+                    here[:] = np.frombuffer(b64decode(packed), here.dtype).reshape(here.shape)
+            self._frame.faults |= {rows.start + int(i): str(why) for i, why in answer["faults"]}
+        except (LookupError, TypeError, ValueError):  # a worker that was taken over
+            self._pool.replace(worker)
+            self._break(place, "its worker process sent something unreadable")
 
-
-def _outlive_nobody() -> None:
-    sys.stdin.read()
-    os._exit(0)
+    def _break(self, place: int, why: str) -> None:
+        rows = self._rows[place]
+        self._frame.faults |= dict.fromkeys(range(rows.start, rows.stop), why)

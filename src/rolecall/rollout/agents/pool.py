@@ -5,20 +5,16 @@ played again from their seed up to where they were, in a new process.
 """
 
 import pickle
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import wait
-from time import monotonic
 from typing import Any, Protocol, Self
 
-from rolecall.rewards.processes import Gone, Worker
 from rolecall.rollout.agents.worker import describe, digest
 from rolecall.tasks.env import BadReply, EnvError, Message, Reply, first_reply, last_reply, next_reply
-
-_LOAD_DEADLINE_S = 120.0
-_STARTS_IN_VAIN = 5
+from rolecall.workers.pool import Broken, WorkerPool
+from rolecall.workers.process import Worker
+from rolecall.workers.walls import Walls
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,28 +96,14 @@ class _Played:
 
     row: Mapping[str, Any]
     seed: int
-    process: int = -1
+    worker: Worker | None = None
     """Which process holds it."""
     said: list[Message] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
 
 
-class _Place:
-    """A worker process, or the one in its place."""
-
-    def __init__(self, setup: bytes) -> None:
-        self.setup, self.number, self.starts = setup, 0, 0
-        self.queue: deque[tuple[int, str, Message | None]] = deque()
-        self.worker = self._make()
-
-    def _make(self) -> Worker:
-        return Worker(self.setup, module="rolecall.rollout.agents.worker")
-
-    def replace(self) -> str:
-        """Kill and make anew; how it had ended."""
-        how = self.worker.kill()
-        self.worker, self.number = self._make(), self.number + 1
-        return how
+_Job = tuple[int, str, Message | None]
+"""Episode, what to do (start, step or end), and what was said."""
 
 
 class EnvPool:
@@ -134,20 +116,28 @@ class EnvPool:
         workers: int = 2,
         deadline_s: float = 60.0,
         memory_mb: int | None = 2048,
+        network: bool = False,
+        variables: Sequence[str] = (),
     ) -> None:
         """`source` is a name, as `tasks.env_names` knows them, or a class or function that makes environments."""
         self.name = source if isinstance(source, str) else getattr(source, "__name__", type(source).__name__)
         setup = {"name": self.name, "source": source if isinstance(source, str) else _pickled(source, self.name)}
-        self.deadline_s = deadline_s
         self._episodes: dict[int, _Played] = {}
         self._forget: list[list[int]] = [[] for _ in range(workers)]
-        self._places = [_Place(pickle.dumps({**setup, "memory_mb": memory_mb})) for _ in range(workers)]
-        self._end = weakref.finalize(self, _end, self._places)
-        try:
-            known = self._first_ready()
-        except BaseException:
-            self._end()
-            raise
+        self._pool = WorkerPool(
+            "rolecall.rollout.agents.worker",
+            [pickle.dumps(setup)] * workers,
+            what=f"environment {self.name}",
+            error=EnvError,
+            deadline_s=deadline_s,
+            walls=Walls(
+                memory_mb=memory_mb,
+                network=network,
+                variables=tuple(variables),
+                options=("agent.network", "agent.variables"),
+            ),
+        )
+        known = self._pool.ready or {}
         self.players, self.tools = tuple(known["players"]), tuple(known["tools"])
 
     def __enter__(self) -> Self:
@@ -158,16 +148,16 @@ class EnvPool:
 
     def close(self) -> None:
         """End the workers."""
-        self._end()
+        self._pool.close()
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
         """The worker processes of this moment."""
-        return tuple(place.worker.process.pid for place in self._places)
+        return self._pool.pids
 
     def start(self, starts: Mapping[int, Start]) -> dict[int, Reply | Failure]:
         for key in self._episodes:
-            self._forget[key % len(self._places)].append(key)
+            self._forget[key % len(self._forget)].append(key)
         self._episodes = {key: _Played(row=s.row, seed=s.seed) for key, s in starts.items()}
         return self._round([(key, "start", None) for key in starts])
 
@@ -177,124 +167,54 @@ class EnvPool:
     def end(self, episodes: Sequence[int]) -> dict[int, Reply | Failure]:
         return self._round([(key, "end", None) for key in episodes])
 
-    def _round(self, jobs: Sequence[tuple[int, str, Message | None]]) -> dict[int, Reply | Failure]:
+    def _round(self, jobs: Sequence[_Job]) -> dict[int, Reply | Failure]:
+        queues: list[deque[_Job]] = [deque() for _ in self._forget]
         for job in jobs:
-            self._places[job[0] % len(self._places)].queue.append(job)
+            queues[job[0] % len(queues)].append(job)
         found: dict[int, Reply | Failure] = {}
         try:
             while len(found) < len(jobs):
-                for place in self._places:
-                    self._hand_out(place)
-                self._listen(found)
-        finally:  # after an error or Ctrl-C, no worker goes on with what nobody waits for
-            for place in self._places:
-                place.queue.clear()
-                if place.worker.job is not None:
-                    place.replace()
+                for place, queue in enumerate(queues):
+                    worker = self._pool.workers[place]
+                    if queue and worker.ready and worker.job is None and self._give(worker, place, queue[0]):
+                        queue.popleft()
+                for worker, job, said in self._pool.hear():
+                    found[job[0]] = self._heard(worker, job, said)
+        finally:
+            self._pool.drop_jobs()
         return {key: found[key] for key, _, _ in jobs}
 
-    def _hand_out(self, place: _Place) -> None:
-        worker = place.worker
-        if not place.queue or not worker.ready or worker.job is not None:
-            return
-        key, what, message = place.queue[0]
-        played, index = self._episodes[key], self._places.index(place)
-        rebuild = None
-        if what != "start" and played.process != place.number:
-            rebuild = {name: getattr(played, name) for name in ("row", "seed", "said", "digests")}
-        job = {"key": key, "what": what, "message": message, "rebuild": rebuild, "forget": self._forget[index]}
-        if what == "start":
-            job |= {"row": played.row, "seed": played.seed}
-        try:
-            worker.send(pickle.dumps(job), timeout=self.deadline_s)
-        except Gone:  # it died while idle: nobody's fault
-            self._in_vain(place)
-            return
-        self._forget[index] = []
-        worker.job, worker.since = place.queue.popleft(), monotonic()
-
-    def _listen(self, found: dict[int, Reply | Failure]) -> None:
-        now = monotonic()
-        due = [self.deadline_s - (now - p.worker.since) for p in self._places if p.worker.job is not None]
-        talking = wait([place.worker.channel for place in self._places], max(0.0, min([1.0, *due])))
-        for place in self._places:
-            worker = place.worker
-            if worker.channel in talking or worker.process.poll() is not None:
-                self._hear(place, found)
-            elif worker.job is not None and monotonic() - worker.since >= self.deadline_s:
-                key = worker.job[0]
-                place.replace()
-                self._failed(found, key, f"no answer within {self.deadline_s:g} s; it was killed")
-            elif not worker.ready and monotonic() - worker.since > _LOAD_DEADLINE_S:
-                raise EnvError(f"environment {self.name} did not load within {_LOAD_DEADLINE_S:g} s")
-
-    def _hear(self, place: _Place, found: dict[int, Reply | Failure]) -> None:
-        worker = place.worker
-        try:
-            messages = worker.receive()
-        except Gone:
-            job = worker.job
-            if job is None:
-                self._in_vain(place)
-            else:
-                self._failed(found, job[0], place.replace())
-            return
-        for message in messages:
-            if "fatal" in message:
-                raise EnvError(str(message["fatal"]))
-            if "ready" in message:
-                worker.ready = True
-            elif worker.job is not None:
-                place.starts = 0
-                (key, what, said), worker.job = worker.job, None
-                self._answered(place, found, key, what, said, message)
-
-    def _answered(
-        self, place: _Place, found: dict[int, Reply | Failure], key: int, what: str, said: Message | None, message: Any
-    ) -> None:
+    def _give(self, worker: Worker, place: int, job: _Job) -> bool:
+        key, what, message = job
         played = self._episodes[key]
-        if "error" in message:
-            if message.get("memory"):
-                place.replace()
-            self._failed(found, key, str(message["error"]), wrong=bool(message.get("wrong")))
-            return
+        rebuild = None
+        if what != "start" and played.worker is not worker:
+            rebuild = {name: getattr(played, name) for name in ("row", "seed", "said", "digests")}
+        asked = {"key": key, "what": what, "message": message, "rebuild": rebuild, "forget": self._forget[place]}
+        if what == "start":
+            asked |= {"row": played.row, "seed": played.seed}
+        given = self._pool.give(worker, job, pickle.dumps(asked))
+        if given:
+            self._forget[place] = []
+        return given
+
+    def _heard(self, worker: Worker, job: _Job, answer: dict[str, Any] | Broken) -> Reply | Failure:
+        key, what, said = job
+        if isinstance(answer, Broken):
+            return Failure(reason=answer.why)
+        if "error" in answer:
+            return Failure(reason=str(answer["error"]), wrong=bool(answer.get("wrong")))
         try:
-            found[key] = Reply(**message["reply"])
+            reply = Reply(**answer["reply"])
         except (LookupError, TypeError):  # a worker that was taken over
-            place.replace()
-            self._failed(found, key, "its worker process sent something unreadable")
-            return
-        played.process = place.number
+            self._pool.replace(worker)
+            return Failure(reason="its worker process sent something unreadable")
+        played = self._episodes[key]
+        played.worker = worker
         if what != "end":
             played.said += [] if said is None else [said]
-            played.digests.append(digest(asdict(found[key])))
-
-    def _failed(self, found: dict[int, Reply | Failure], key: int, why: str, *, wrong: bool = False) -> None:
-        found[key] = Failure(reason=why, wrong=wrong)
-
-    def _in_vain(self, place: _Place) -> None:
-        how = place.replace()
-        place.starts += 1
-        if place.starts >= _STARTS_IN_VAIN:
-            raise EnvError(f"workers for environment {self.name} die before they are asked anything ({how})")
-
-    def _first_ready(self) -> dict[str, Any]:
-        while True:
-            wait([place.worker.channel for place in self._places], 1.0)
-            for place in self._places:
-                try:
-                    messages = place.worker.receive()
-                except Gone:
-                    self._in_vain(place)
-                    continue
-                for message in messages:
-                    if "fatal" in message:
-                        raise EnvError(str(message["fatal"]))
-                    if "ready" in message:
-                        place.worker.ready = True
-                        return dict(message["ready"])
-                if monotonic() - place.worker.since > _LOAD_DEADLINE_S:
-                    raise EnvError(f"environment {self.name} did not load within {_LOAD_DEADLINE_S:g} s")
+            played.digests.append(digest(asdict(reply)))
+        return reply
 
 
 def _pickled(source: Callable[[], Any], name: str) -> bytes:
@@ -308,9 +228,3 @@ def _pickled(source: Callable[[], Any], name: str) -> bytes:
             "file and name it 'file.py:Class'"
         ) from error
     return packed
-
-
-def _end(places: list[_Place]) -> None:
-    for place in places:
-        place.worker.hang_up()
-        place.worker.kill()

@@ -1,35 +1,17 @@
-"""The process that runs environments: a fresh interpreter that can be killed at any moment."""
+"""Environments in a worker process."""
 
-import gc
 import hashlib
 import inspect
 import json
-import os
 import pickle
-import socket
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from rolecall.errors import UserError
-from rolecall.rewards.worker import HEADER, described, die_with_trainer, limit_memory, receive
-from rolecall.tasks.env import BadReply, Reply, first_reply, last_reply, next_reply, players_of
+from rolecall.tasks.env import BadReply, EnvError, Reply, first_reply, last_reply, next_reply, players_of
 from rolecall.tasks.env_names import as_factory, open_env
-
-
-def main(channel_fd: int, life_fd: int) -> None:
-    """Serve the trainer at the other end of the socket until it hangs up."""
-    die_with_trainer(life_fd)
-    os.set_inheritable(channel_fd, False)
-    channel = socket.socket(fileno=channel_fd)
-
-    def send(message: dict[str, Any]) -> None:
-        body = json.dumps(message).encode()
-        channel.sendall(HEADER.pack(len(body)) + body)
-
-    with suppress(BrokenPipeError, ConnectionResetError):  # the trainer has hung up: there is nobody to tell
-        _serve(channel, send)
+from rolecall.workers.child import Answer, Send, described
 
 
 def digest(reply: Mapping[str, Any]) -> str:
@@ -56,33 +38,27 @@ def describe(factory: Callable[[], Any]) -> dict[str, Any]:
     return {"players": list(players_of(env)), "tools": list(getattr(env, "tools", ()))}
 
 
-def _serve(channel: socket.socket, send: Callable[[dict[str, Any]], None]) -> None:
-    setup = receive(channel)
-    if setup is None:
-        return
-    limit_memory(setup["memory_mb"])
+def open_worker(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Answer]:
+    """(players and tools, what plays)."""
+    source, name = setup["source"], setup["name"]
     try:
-        source = setup["source"]
         factory = open_env(source) if isinstance(source, str) else as_factory(pickle.loads(source))
         known = describe(factory)
     except UserError as error:
-        send({"fatal": f"environment {setup['name']}: {error}"})
-        return
-    except BaseException as error:  # a class may raise anything, SystemExit too
-        send({"fatal": f"environment {setup['name']} cannot be made: {described(error)['error']}"})
-        return
-    gc.freeze()
-    send({"ready": known})
+        raise EnvError(f"environment {name}: {error}") from error
     envs: dict[int, Any] = {}
-    while (job := receive(channel)) is not None:
+
+    def answer(job: Mapping[str, Any], send: Send) -> None:
         for key in job["forget"]:
             envs.pop(key, None)
         try:
-            send({"reply": asdict(_do(job, envs, factory))})
+            send({"reply": asdict(_do(job, envs, factory)), "done": True})
         except BadReply as error:
-            send({"error": str(error), "wrong": True})
-        except BaseException as error:  # whatever an environment raises is this episode's failure
-            send(described(error))
+            send({"error": str(error), "wrong": True, "done": True})
+        except UserError as error:  # of an environment in its episode, which is that episode's failure
+            send(described(error) | {"done": True})
+
+    return known, answer
 
 
 def _do(job: Mapping[str, Any], envs: dict[int, Any], factory: Callable[[], Any]) -> Reply:
