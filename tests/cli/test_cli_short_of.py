@@ -60,7 +60,7 @@ def test_what_the_system_refuses_is_no_bug_of_ours(error, sentence, monkeypatch,
         raise error
 
     real = commands.imported
-    monkeypatch.setattr("rolecall.cli.imported", lambda name: fail if name.endswith(":rl") else real(name))
+    monkeypatch.setattr("rolecall.cli.imported", lambda name: fail if name.endswith("train:run") else real(name))
     assert main(["rl", "--rows", str(rows)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("rolecall rl: ")
@@ -72,7 +72,7 @@ def test_other_errors_are_still_called_a_bug(monkeypatch, capsys, rows):
         raise RuntimeError("something else")
 
     real = commands.imported
-    monkeypatch.setattr("rolecall.cli.imported", lambda name: fail if name.endswith(":rl") else real(name))
+    monkeypatch.setattr("rolecall.cli.imported", lambda name: fail if name.endswith("train:run") else real(name))
     assert main(["rl", "--rows", str(rows)]) == 1
     assert "this is a bug" in capsys.readouterr().err
 

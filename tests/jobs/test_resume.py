@@ -184,12 +184,18 @@ def test_a_directory_without_config_that_is_no_beginning_is_not_resumed(tmp_path
 
 
 def test_a_preset_holds_for_a_run_that_begins_by_being_resumed(tmp_path, monkeypatch):
-    monkeypatch.setattr(rl, "run", lambda options, **_: options)
-    monkeypatch.setattr(rl, "unless_stopped", lambda options: options)
+    def stop(command, options, *_, **__):
+        raise InterruptedError(options.algorithm)
+
+    monkeypatch.setattr(calls, "execute", stop)
     (tmp_path / ".lock").touch()
-    options = rolecall.rl(preset="ppo", rows="addition", out=str(tmp_path), resume=True)
-    assert options.algorithm == rolecall.rl(preset="ppo", rows="addition").algorithm
-    assert options.algorithm.critic != "none"
+    found = []
+    for how in ({"out": str(tmp_path), "resume": True}, {}):
+        with pytest.raises(InterruptedError) as stopped:
+            rolecall.rl(preset="ppo", rows="addition", **how)
+        found.append(stopped.value.args[0])
+    assert found[0] == found[1]
+    assert found[0].critic != "none"
 
 
 def test_strict_makes_a_damaged_checkpoint_an_error_and_touches_nothing(copied):

@@ -176,6 +176,22 @@ def test_a_bad_gguf(tmp_path, damage, match):
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        struct.pack("<IIQ", 9, 4, 2**40),  # an array of numbers
+        struct.pack("<IIQ", 9, 8, 2**40),  # of texts
+        struct.pack("<IIQ", 9, 9, 1),  # of arrays
+        struct.pack("<IQ", 8, 2**60),
+        struct.pack("<I", 99),
+    ],
+)
+def test_a_gguf_whose_entry_claims_more_than_there_is(tmp_path, value):
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + value + bytes(64))
+    refused(path, "cut short or damaged", cache_dir=tmp_path / "cache")
+
+
 def test_a_gguf_of_ten_million_layers(tmp_path):
     whole_gguf(tmp_path / "deep.gguf", layers=10_000_000)
     refused(tmp_path / "deep.gguf", "10,000,000 layers but has 1 tensors", cache_dir=tmp_path / "cache")

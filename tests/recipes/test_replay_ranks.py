@@ -31,7 +31,7 @@ def two_processes(place: Path, *arguments: str) -> None:
             try:
                 torch.set_num_threads(1)
                 os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS="1")
                 AcceleratorState._reset_state(reset_partial_state=True)
                 os.chdir(place)
                 code = main(["rl", *arguments])

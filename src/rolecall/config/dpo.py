@@ -12,6 +12,7 @@ from rolecall.config.parts import (
     HeldOutOptions,
     OptimOptions,
     PolicyOptions,
+    RewardProcessOptions,
     RunOptions,
     SaveOptions,
 )
@@ -19,7 +20,7 @@ from rolecall.config.plan import length_line
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOOptions(RunOptions):
+class DPOOptions(RewardProcessOptions, RunOptions):
     """A policy from preferences, without a reward model and without sampling."""
 
     command: ClassVar[str] = "dpo"

@@ -1,6 +1,7 @@
 """Headers of foreign weight files, checked before a library parses them: no pickle, no bomb, nothing cut short."""
 
 import json
+import mmap
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ MAX_HEADER_BYTES = 4 << 20
 """Longest safetensors header that is parsed: room for some 40,000 tensors, and some 50 MB while it is read."""
 _MAX_CONFIG_BYTES = 4 << 20
 _MAX_GGUF_ENTRIES = 1 << 16
+_GGUF_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of an entry's value, by its kind."""
+_GGUF_TEXT, _GGUF_ARRAY = 8, 9
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 
 
@@ -66,7 +70,7 @@ def _check_layers(config: dict[str, Any], path: Path, tensors: int) -> None:
 
 
 def check_gguf(path: Path) -> None:
-    """Raise `FormatError` unless the file begins as GGUF does, and counts no more than a model can have."""
+    """Raise `FormatError` unless the file begins as GGUF does, and counts no more than a model can have and the file holds."""
     with path.open("rb") as file:
         start = file.read(24)
     if start[:4] != b"GGUF" or len(start) < 24:
@@ -78,3 +82,36 @@ def check_gguf(path: Path) -> None:
         raise FormatError(
             f"{path} claims {tensors:,} tensors and {entries:,} entries; at most {_MAX_GGUF_ENTRIES:,} are read"
         )
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as held:
+        try:
+            _walk_gguf(held, entries)
+        except (ValueError, struct.error) as error:
+            raise FormatError(f"{path} is cut short or damaged: an entry goes beyond its end") from error
+
+
+def _walk_gguf(held: mmap.mmap, entries: int) -> None:
+    """Go over all entries without reading them; raise ValueError if one claims more than there is."""
+    place = 24
+
+    def skip(size: int) -> None:
+        nonlocal place
+        place += size
+        if place > len(held):
+            raise ValueError("beyond the end")
+
+    def number(form: str) -> int:
+        skip(struct.calcsize(form))
+        return int(struct.unpack_from(form, held, place - struct.calcsize(form))[0])
+
+    for _ in range(entries):
+        skip(number("<Q"))  # its name
+        kind, count = number("<I"), 1
+        if kind == _GGUF_ARRAY:
+            kind, count = number("<I"), number("<Q")
+        if kind == _GGUF_TEXT:
+            for _ in range(count):
+                skip(number("<Q"))
+        elif kind in _GGUF_BYTES:
+            skip(count * _GGUF_BYTES[kind])
+        else:
+            raise ValueError(f"no kind {kind}")

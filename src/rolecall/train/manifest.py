@@ -52,9 +52,9 @@ def seal_model(directory: Path, step: int) -> None:
 
 
 def check_model(directory: Path) -> None:
-    """Refuse a final model whose files are not those that were written; one without a manifest is not ours to judge.
+    """Refuse a final model whose weights are not those that were written; one without a manifest is not ours to judge.
 
-    Files that were added, such as a README, are none of its business.
+    Files that were added, and texts that were edited, such as a chat template, are the user's business.
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
@@ -62,7 +62,7 @@ def check_model(directory: Path) -> None:
             return
         claimed = manifest.pop("manifest_hash", None)
         fault = None if claimed == _digest(manifest) else f"its {MANIFEST} changed"
-        listed = manifest["files"]
+        listed = {name: file for name, file in manifest["files"].items() if name.endswith(".safetensors")}
         fault = fault or _first_fault(directory, listed, set(listed) & set(_files_in(directory)))
     except FileNotFoundError:
         return
