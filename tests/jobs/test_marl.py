@@ -104,6 +104,12 @@ def test_steps_can_be_added_and_settings_changed(finished, tmp_path, caplog):
     assert [line["learning_rate"] for line in more.metrics if "loss" in line][-1] == 1e-3
 
 
+@pytest.mark.parametrize("given", [{"network": True}, {"variables": ("KEY",)}])
+def test_what_only_workers_have_needs_workers(given):
+    with pytest.raises(UserError, match="give workers too"):
+        rolecall.marl(env="climbing", **given)
+
+
 def test_other_networks_are_refused_by_name(finished, tmp_path):
     shutil.copytree(finished / "mappo", tmp_path / "run")
     with pytest.raises(UserError, match=r"is of other networks: agents\.\S+ is \(8, \d+\) there and \(16, \d+\) here"):

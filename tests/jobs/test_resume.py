@@ -328,7 +328,7 @@ def test_a_signal_saves_says_how_to_go_on_and_has_its_exit_code(tmp_path, number
     assert stopped.outcome.step == 2
     assert not (tmp_path / "run" / "model").exists()
     assert _finish(stopped, "rl", quiet=True) == code
-    assert f"go on with: rolecall rl --out {tmp_path / 'run'} --resume" in capfd.readouterr().err
+    assert f"resume with: rolecall rl --out {tmp_path / 'run'} --resume" in capfd.readouterr().err
     monkeypatch.setattr(rl, "open_reward", lambda *args, **kwargs: Letters())
     run("grpo", tmp_path / "run", steps=3, resume=True)
     run("grpo", tmp_path / "whole", steps=3)

@@ -64,5 +64,5 @@ def _finish(run: Run, command: str, *, quiet: bool) -> int:
     elif code not in (ExitCode.DONE, ExitCode.INTERRUPTED, ExitCode.TERMINATED):
         print(f"rolecall {command}: {run.outcome.reason}", file=sys.stderr)
     if code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
-        print(f"go on with: rolecall {command} --out {quote(str(run.path))} --resume", file=sys.stderr)
+        print(f"resume with: rolecall {command} --out {quote(str(run.path))} --resume", file=sys.stderr)
     return int(code)

@@ -138,7 +138,7 @@ class EpisodeEvalOptions:
     """Evaluation episodes: Q-learners do what they think best, or nearly; PPO draws from its policy."""
 
     every: int = 50
-    """Evaluate before the first step, every so many steps, and at the end; 0 is never."""
+    """Steps between evaluations; there is one before the first step and one at the end, too. 0: never."""
     episodes: int = 32
     """How many, with the same seeds every time."""
     greedy: bool = False
@@ -251,6 +251,8 @@ class MARLOptions(RunOptions):
             raise ValueError(f"limit must be at least 1 step, got {self.limit}")
         if self.workers < 0 or self.deadline <= 0:
             raise ValueError(f"workers is 0 or more and deadline more than 0, got {self.workers} and {self.deadline}")
+        if (self.network or self.variables) and not self.workers:
+            raise ValueError("network and variables are for environments in processes of their own: give workers too")
         if self.rewards == "individual" and self.algo in ("vdn", "qmix"):
             raise ValueError(f"{self.algo} learns what the team gets: use rewards team, or iql, ippo or mappo")
         if self.device != "cpu":

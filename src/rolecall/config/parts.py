@@ -175,7 +175,7 @@ class HeldOutOptions:
     """Evaluation on held-out rows."""
 
     every: int = 0
-    """Evaluate before the first step, every so many steps, and at the end; 0 is never."""
+    """Steps between evaluations; there is one before the first step and one at the end, too. 0: never."""
     rows: int = 256
     """How many rows to evaluate on at most."""
     data: str | None = None
@@ -203,7 +203,7 @@ class SaveOptions:
     """Checkpoints and records."""
 
     every: int = 50
-    """A checkpoint every so many steps, and at the end; 0: only at the end."""
+    """Steps between checkpoints; there is one at the end, too. 0: only that."""
     keep: int = 2
     """How many checkpoints stay, beside the best one."""
     rollouts: int = 20

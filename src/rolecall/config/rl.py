@@ -76,7 +76,7 @@ class AlgorithmOptions:
     kl_horizon: float = 10_000.0
     """How many answers that steering takes."""
     reference_every: int | None = None
-    """Make the policy the new reference every so many steps."""
+    """Steps between copies of the policy to the reference."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; with entropy_target, what it starts from."""
     entropy_target: float | None = None

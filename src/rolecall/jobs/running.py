@@ -224,7 +224,7 @@ def unless_stopped(run: Run) -> Run:
     model."""
     code = unless_failed(run).outcome.exit_code
     if code == ExitCode.INTERRUPTED:
-        raise KeyboardInterrupt(f"{run.outcome.reason}; go on with out={str(run.path)!r}, resume=True")
+        raise KeyboardInterrupt(f"{run.outcome.reason}; resume with out={str(run.path)!r}, resume=True")
     if code == ExitCode.TERMINATED:
         raise SystemExit(int(code))
     return run

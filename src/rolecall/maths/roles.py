@@ -37,7 +37,7 @@ class Role(IntEnum):
     NO_CHOICE = 5
     """The policy's slot, but nothing to choose: a forced token, a dead or absent agent."""
     AFTER_END = 6
-    """Lies behind the end of the answer or episode."""
+    """After the end of the answer or episode."""
 
 
 class Verdict(IntEnum):
