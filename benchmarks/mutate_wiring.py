@@ -98,17 +98,25 @@ def tests_for(mutant: Mutant, lines: Lines, users: dict[str, set[str]], source: 
     """The tests that concern a mutant, in the order to run them.
 
     Inside a function: those that run the line, or else the function. In a table or class body: those that run a function
-    in which one of the names it defines occurs, or else anything of the file.
+    in which one of the names it defines occurs, or name it themselves, or else anything of the file.
     """
     if mutant.file.endswith(".c"):
         found = lines.tests_of_file(f"rolecall/{_C_FILES[mutant.file.removeprefix('rolecall/')]}")
     elif mutant.names or not mutant.where:
         places = sorted({place for name in mutant.names for place in users.get(name, ())})
         found = [test for place in places for test in lines.functions.get(place, ())]
+        found += [test for test in lines.seconds if any(name in _words(test.split("::")[0]) for name in mutant.names)]
     else:
         first, where = next((f, name) for f, last, name in spans(source) if f <= mutant.line <= last)
         found = lines.tests_at(f"{mutant.file}::{where}", mutant.line - first)
     return _ordered(list(dict.fromkeys(found)) or lines.tests_of_file(mutant.file), lines.seconds)
+
+
+@functools.cache
+def _words(file: str) -> set[str]:
+    """The names in a test file of this tree."""
+    path = ROOT / file
+    return set(re.findall(r"\w+", path.read_text())) if path.is_file() else set()
 
 
 def _ordered(tests: list[str], seconds: dict[str, float]) -> list[str]:
