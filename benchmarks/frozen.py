@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
@@ -108,20 +109,18 @@ def main() -> int:
             json.dump(one_side(given.side, given.only), answer)
         return 0
     with tempfile.TemporaryDirectory() as place:
-        old = Path(place) / "old-code"
-        subprocess.run(["git", "worktree", "add", "--detach", "--quiet", old, given.against], cwd=ROOT, check=True)
-        try:
-            begun, theirs, ours = (Path(place) / name for name in ("begun", "theirs", "ours"))
-            before = beside(old, begun, "make", given.only)
-            shutil.copytree(begun, theirs, symlinks=True)
-            shutil.copytree(begun, ours, symlinks=True)
-            fresh = beside(ROOT, Path(place) / "fresh", "make", given.only)
-            wrong = differences(before, fresh, "made")
-            wrong += differences(
-                beside(old, theirs, "resume", given.only), beside(ROOT, ours, "resume", given.only), "resumed"
-            )
-        finally:
-            subprocess.run(["git", "worktree", "remove", "--force", old], cwd=ROOT, check=True)
+        old, begun, theirs, ours, fresh = (
+            Path(place) / name for name in ("old-code", "begun", "theirs", "ours", "fresh")
+        )
+        source = subprocess.run(["git", "archive", given.against, "src"], cwd=ROOT, check=True, capture_output=True)
+        with tarfile.open(fileobj=io.BytesIO(source.stdout)) as archive:
+            archive.extractall(old, filter="data")
+        before = beside(old, begun, "make", given.only)
+        shutil.copytree(begun, theirs, symlinks=True)
+        shutil.copytree(begun, ours, symlinks=True)
+        wrong = differences(before, beside(ROOT, fresh, "make", given.only), "made")
+        again = [beside(code, runs, "resume", given.only) for code, runs in ((old, theirs), (ROOT, ours))]
+        wrong += differences(*again, "resumed")
     print(*wrong, sep="\n")
     print(f"{len(before)} things compared with {given.against}: {len(wrong)} differ")
     return 1 if wrong else 0

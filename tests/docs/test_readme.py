@@ -137,6 +137,16 @@ def test_the_options_a_page_names_exist(page):
             assert name in known, name
 
 
+def test_the_example_of_the_first_page_of_the_site_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (example,) = blocks("docs/index.md", "python")
+    assert "steps=20" in example
+    exec(
+        compile(example.replace("steps=20", "steps=1, prompts=2, sampling={'max_new_tokens': 4}"), "index", "exec"), {}
+    )
+    assert "runs/rl-1/report.html" in capsys.readouterr().out
+
+
 def test_the_example_of_the_readme_runs(tmp_path, monkeypatch):
     """As it stands but for the number of steps, on the rows that the quickstart writes.
 

@@ -52,6 +52,16 @@ def test_half_of_the_demonstrations_are_the_wrong_way_round():
     assert 0.45 < sum(rising) / len(rising) < 0.55
 
 
+@pytest.mark.parametrize(("words", "steps"), [([], 150), (["--quick"], 100)])
+def test_the_quick_demo_takes_fewer_steps(words, steps, tmp_path, monkeypatch, capsys):
+    def stop(**settings):
+        raise UserError(f"{settings['steps']} steps")
+
+    monkeypatch.setattr(module, "sft", stop)
+    assert main(["demo", "--out", str(tmp_path / "demo"), *words]) == 2
+    assert f"rolecall demo: {steps} steps" in capsys.readouterr().err
+
+
 def test_an_existing_run_or_file_is_left_alone(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
