@@ -14,7 +14,7 @@ from resume_driver import ROWS, STEPS, Letters, differing, interrupt, options, p
 import rolecall
 from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
-from rolecall.jobs import calls, rl
+from rolecall.jobs import calls, resuming, rl
 from rolecall.jobs.models import model_directory
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.manifest import seal
@@ -342,3 +342,10 @@ def test_weights_in_a_checkpoint_are_those_of_the_model(finished):
     final = load_file(finished / "model" / "model.safetensors")
     assert last.keys() == final.keys()
     assert all(torch.equal(last[name], final[name]) for name in last)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "matters"), [("(absent)", False, False), ("(absent)", True, True), (True, False, True)]
+)
+def test_an_option_that_came_later_changes_nothing_until_it_is_used(old, new, matters):
+    assert resuming._matters("reward_network", old, new, {}) is matters

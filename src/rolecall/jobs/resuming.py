@@ -72,6 +72,8 @@ def _matters(name: str, old: object, new: object, config: Mapping[str, Any]) -> 
     """Whether a changed setting changes what is learned from here on."""
     if name == "epochs":
         return False  # the number of steps says it
+    if old == checkpoint.ABSENT and (not new or name == "reward_deadline"):
+        return False  # an option that the version before did not have, and that is not used
     if name == "steps":
         return bool(config.get("optim", {}).get("schedule", "constant") != "constant")
     if name == "eval.every":
