@@ -179,7 +179,7 @@ PREFERENCES = [{**row, "chosen": SAID, "rejected": [{"role": "assistant", "conte
 
 def test_dpo(model):
     policy = load(model)
-    pairs, _ = rendered_pairs(ListRows(PREFERENCES), policy, CHAT, max_length=1024)
+    pairs = rendered_pairs(ListRows(PREFERENCES), policy, CHAT, max_length=1024).pairs
     for side in ("chosen", "rejected"):
         texts = [policy.tokenizer.decode(getattr(pair, side).ids) for pair in pairs]
         assert [names(text) for text in texts] == [["weather"], ["clock"], []]

@@ -30,7 +30,7 @@ def learner_of(*, policy=None, dtype=None, **settings):
     if dtype is not None:
         policy.model.to(dtype)
     options = make(DPOOptions, {"batch": 3, "optim.lr": 1e-3, "optim.max_grad_norm": None, **settings})
-    pairs, _ = rendered_pairs(ListRows(ROWS), policy, ChatOptions(), max_length=100)
+    pairs = rendered_pairs(ListRows(ROWS), policy, ChatOptions(), max_length=100).pairs
     module = PolicyModel(policy.model)
     reference = Reference(module)
     with torch.no_grad():  # away from the reference, so that margins are not 0
@@ -102,7 +102,7 @@ def test_policy_equal_to_the_reference_has_loss_log_2_and_no_margin():
         learner.update(learner.collect(step))
     assert learner.metrics()["rewards/accuracies"] == 1
     assert learner.metrics()["rewards/chosen"] > 0 > learner.metrics()["rewards/rejected"]
-    held = learner.evaluate(learner.pairs)
+    held = learner.evaluate(learner.rows)
     assert held["loss"] < 0.5
     assert held["rewards/accuracies"] == 1
 
@@ -120,7 +120,7 @@ def test_every_number_is_documented():
     learner, _ = learner_of()
     learner.update(learner.collect(0))
     assert unknown(set(learner.metrics()), "Preference optimisation") == set()
-    assert unknown({f"eval_{name}" for name in learner.evaluate(learner.pairs)}, "Evaluations") == set()
+    assert unknown({f"eval_{name}" for name in learner.evaluate(learner.rows)}, "Evaluations") == set()
 
 
 def test_pairs_that_say_nothing_or_are_too_long_are_left_out_and_counted():
@@ -130,7 +130,8 @@ def test_pairs_that_say_nothing_or_are_too_long_are_left_out_and_counted():
         {"prompt": "a:", "chosen": "x", "rejected": "x"},
         {"prompt": "a" * 50, "chosen": "x", "rejected": "y"},
     ]
-    pairs, said = rendered_pairs(ListRows(rows), policy, ChatOptions(), max_length=30)
+    found = rendered_pairs(ListRows(rows), policy, ChatOptions(), max_length=30)
+    pairs, said = found.pairs, found.in_words()
     assert len(pairs) == 3
     assert said == "3 pairs; left out: 1 too long, 1 the same twice"
     with pytest.raises(UserError, match="no pair is left of 3 rows"):

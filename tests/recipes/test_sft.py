@@ -103,7 +103,7 @@ def test_the_learning_rate_warms_up_and_falls():
 def test_rows_that_are_too_long_are_left_out_and_counted():
     sft, too_long = learner([*PAIRS, {"prompt": "x" * 50, "completion": "y"}], max_length=20)
     assert too_long == 1
-    assert len(sft.demonstrations) == 5
+    assert len(sft.rows) == 5
     with pytest.raises(RowError, match="longer than max_length 3"):
         learner(max_length=3)
 

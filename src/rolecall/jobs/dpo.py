@@ -47,12 +47,14 @@ def build(job: Job) -> Built:
     options = job.options
     rows, held_out = preferences(options, job.given.rows, job="dpo", eval_data=job.given.eval_data)
     policy = open_policy(options.model, options)
-    pairs, left_out = rendered_pairs(rows, policy, options.chat, max_length=options.max_length)
-    if left_out:
-        _log.warning("%s", left_out)
+    found = rendered_pairs(rows, policy, options.chat, max_length=options.max_length)
+    pairs = found.pairs
+    if found.too_long or found.same:
+        _log.warning("%s", found.in_words())
     held = None
     if held_out is not None:
-        held, _ = rendered_pairs(held_out, policy, options.chat, max_length=options.max_length, limit=options.eval.rows)
+        limits = {"max_length": options.max_length, "limit": options.eval.rows}
+        held = rendered_pairs(held_out, policy, options.chat, **limits).pairs
     module = PolicyModel(policy.model)
     options = steps_of(options, pairs, options.batch)
     updater = prepared(module, options.optim, job.accelerator, job.timer)

@@ -8,7 +8,7 @@ from rolecall.config.parts import ChatOptions
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.render import Rendered, render, render_pair
 from rolecall.policy.row_template import template_kwargs
-from rolecall.recipes.dpo import AnswerPair
+from rolecall.recipes.preferences import Pairs, read_pairs
 from rolecall.tasks.kinds import Kind, Record, kind_of, record
 from rolecall.tasks.rows import Row, RowError, Rows, place_of
 from rolecall.tasks.streams import Stream
@@ -81,39 +81,11 @@ def _demonstration(rendered: Rendered, number: int) -> Trajectory:
 
 def rendered_pairs(
     rows: Rows, policy: LoadedModel, chat: ChatOptions, *, max_length: int, limit: int | None = None
-) -> tuple[Any, str]:
-    """(pairs of the first `limit` rows, a sentence about those left out or nothing); of a stream, as they come."""
-    kind_of(rows, among=("preference",), job="a preference needs")
+) -> Pairs:
+    """Preferences as pairs of trajectories, of the first `limit` rows; of a stream, as they come."""
+
+    def render_side(found: Record, answer: Any, number: int) -> Trajectory:
+        return _demonstration(rendered_row(replace(found, completion=answer), policy=policy, chat=chat), number)
+
     longest = min(max_length, policy.context_length)
-    left_out = {"too long": 0, "the same twice": 0}
-
-    def made(number: int, row: Row) -> AnswerPair | None:
-        if row.get("chosen") is not None and row.get("chosen") == row.get("rejected"):
-            left_out["the same twice"] += 1
-            return None
-        found = record(row, "preference", number=place_of(rows, number))
-        try:
-            sides = [
-                rendered_row(replace(found, completion=side), policy=policy, chat=chat)
-                for side in (found.chosen, found.rejected)
-            ]
-        except Exception as error:  # a chat template is a program of the model's author and may raise anything
-            raise RowError(f"{place_of(rows, number)} cannot be rendered: {' '.join(str(error).split())}") from error
-        if max(len(side.ids) for side in sides) > longest:
-            left_out["too long"] += 1
-            return None
-        chosen, rejected = (_demonstration(side, number) for side in sides)
-        return AnswerPair(chosen=chosen, rejected=rejected)
-
-    if isinstance(rows, Stream):
-        return rows.kept(made), ""
-    count = len(rows) if limit is None else min(limit, len(rows))
-    kept = [pair for number in range(count) if (pair := made(number, rows[number])) is not None]
-    if not kept:
-        too_long, same = left_out.values()
-        raise RowError(
-            f"no pair is left of {too_long + same} rows: {too_long} have a side longer than {longest} tokens, in {same} "
-            "both sides are the same; raise max_length, or look at the rows"
-        )
-    said = ", ".join(f"{n} {why}" for why, n in left_out.items() if n)
-    return kept, f"{len(kept)} pairs; left out: {said}" if said else ""
+    return read_pairs(rows, render_side, longest=longest, limit=limit, ids=lambda side: side.ids)

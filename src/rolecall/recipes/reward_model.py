@@ -8,9 +8,8 @@ scores, which the loss leaves free; `centre` sets it when training ends.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from math import isfinite, nan, sqrt
+from math import nan, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -23,49 +22,20 @@ from rolecall.config.rm import RMOptions
 from rolecall.maths.losses import bradley_terry
 from rolecall.policy.heads import RewardModel
 from rolecall.policy.load import Dtype
-from rolecall.policy.packing import micro_batches, right_padded
+from rolecall.policy.packing import right_padded
+from rolecall.recipes.given_rows import RowsLearner
+from rolecall.recipes.preferences import Pair, Pairs, read_pairs
 from rolecall.rewards.model import RewardSettings, encode_answer, score_ids, write_settings
-from rolecall.tasks.kinds import kind_of, record
-from rolecall.tasks.rows import Row, RowError, Rows
-from rolecall.tasks.streams import Stream
-from rolecall.train.data import order_of
+from rolecall.tasks.kinds import Record
+from rolecall.tasks.rows import Rows
 from rolecall.train.manifest import RefusedCheckpointError
 from rolecall.train.metrics import Meter
-from rolecall.train.optim import lr_factor, set_lr
 from rolecall.train.persist import NotFinite
 from rolecall.train.state import first_non_finite, read_state, write_state
 from rolecall.train.step import Updater
 
 _STATE = "trainer"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
-    """Two answers to one prompt as the reward model reads them, prompt included."""
-
-    chosen: tuple[int, ...]
-    """Ids of the better one."""
-    rejected: tuple[int, ...]
-    """Ids of the worse one."""
-    margin: float = 0.0
-    """By how much the better one should score higher before the loss is at its middle, log 2."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pairs:
-    """Pairs to learn from or to be measured on, and what was left out."""
-
-    pairs: Any
-    """A tuple of `Pair` in the order of the rows; of rows that are streamed, a stream of them."""
-    too_long: int
-    """Rows with a side longer than the limit."""
-    same: int
-    """Rows whose sides are the same, as written or as the model reads them."""
-
-    def in_words(self) -> str:
-        """One sentence for people."""
-        left_out = [f"{n} {why}" for n, why in ((self.too_long, "too long"), (self.same, "the same twice")) if n]
-        return f"{len(self.pairs)} pairs" + (f"; left out: {', '.join(left_out)}" if left_out else "")
+Ids = tuple[int, ...]
 
 
 def settings_of(chat: ChatOptions, *, offset: float = 0.0) -> RewardSettings:
@@ -78,115 +48,40 @@ def settings_of(chat: ChatOptions, *, offset: float = 0.0) -> RewardSettings:
 def make_pairs(
     model: RewardModel, rows: Rows, *, chat: ChatOptions, max_length: int, limit: int | None = None
 ) -> Pairs:
-    """Rows as the model reads them, the first `limit` of them; of a stream, as they come.
+    """Rows as the model reads them, the first `limit` of them; of a stream, as they come."""
+    settings = settings_of(chat)
 
-    A row that is no preference is an error with its number.
-    """
-    kind_of(rows, among=("preference",), job="a preference needs")
-    settings, longest = settings_of(chat), min(max_length, model.context_length)
-    too_long = same = 0
+    def render(found: Record, answer: Any, number: int) -> tuple[int, ...]:
+        assert found.prompt is not None
+        return encode_answer(model, found.prompt, answer, settings, found.row)
 
-    def made(number: int, row: Row) -> Pair | None:
-        nonlocal too_long, same
-        if row.get("chosen") is not None and row.get("chosen") == row.get("rejected"):
-            same += 1
-            return None
-        pair = _pair(model, row, settings, number)
-        if pair.chosen == pair.rejected:
-            same += 1
-        elif max(len(pair.chosen), len(pair.rejected)) > longest:
-            too_long += 1
-        else:
-            return pair
-        return None
-
-    if isinstance(rows, Stream):
-        return Pairs(pairs=rows.kept(made), too_long=0, same=0)
-    numbered = zip(range(len(rows) if limit is None else limit), rows, strict=False)
-    pairs = [pair for number, row in numbered if (pair := made(number, row)) is not None]
-    if not pairs:
-        raise RowError(
-            f"no pair is left of {too_long + same} rows: {too_long} have a side longer than {longest} tokens, in {same} "
-            "both sides are the same; raise max_length, or look at the rows"
-        )
-    return Pairs(pairs=tuple(pairs), too_long=too_long, same=same)
+    return read_pairs(rows, render, longest=min(max_length, model.context_length), limit=limit)
 
 
-def _pair(model: RewardModel, row: Mapping[str, Any], settings: RewardSettings, number: int) -> Pair:
-    found, margin = record(row, "preference", number=number), row.get("margin")
-    assert found.prompt is not None
-    assert found.chosen is not None
-    assert found.rejected is not None
-    margin = 0.0 if margin is None else margin
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not isfinite(margin):
-        raise RowError(f"row {number}: `margin` must be a finite number, it is {margin!r}")
-    try:
-        chosen, rejected = (
-            encode_answer(model, found.prompt, answer, settings, row) for answer in (found.chosen, found.rejected)
-        )
-    except Exception as error:  # a chat template is a program of the model's author and may raise anything
-        raise RowError(f"row {number} cannot be rendered: {error}") from error
-    if not chosen or not rejected:
-        raise RowError(f"row {number}: prompt and answer are empty, and the tokenizer has no end-of-text token")
-    return Pair(chosen=chosen, rejected=rejected, margin=float(margin))
+class RewardModelLearner(RowsLearner):
+    """Learns from `preferences.Pair`s of ids. The updater's module is a `RewardModel`, wrapped or not."""
 
-
-class RewardModelLearner:
-    """The reward model's side of `train.loop.Learner`. The updater's module is a `RewardModel`, wrapped or not."""
+    unit = "pairs"
+    line = "loss {loss:.4f}, {accuracy:.0%} ranked right, margin {margin:.3g}"
 
     def __init__(self, options: RMOptions, *, updater: Updater, pairs: Any) -> None:
-        self.options, self.updater, self.pairs = options, updater, pairs
-        self.order = order_of(pairs, seed=options.seed)
-        self._metrics: dict[str, float] = {}
+        super().__init__(options, updater=updater, rows=pairs)
 
-    def collect(self, step: int) -> list[Pair]:
+    def collect(self, step: int) -> list[Pair[Ids]]:
         """This rank's part of the next pairs."""
-        accelerator = self.updater.accelerator
-        chosen = self.order.take(self.options.batch)[accelerator.process_index :: accelerator.num_processes]
-        set_lr(self.updater.optimizer, lr_factor(step, steps=self.options.steps, options=self.options.optim))
-        return [self.pairs[i] for i in chosen]
+        return self.take(step)
 
-    def update(self, pairs: Sequence[Pair]) -> None:
+    def update(self, pairs: Sequence[Pair[Ids]]) -> None:
         """One optimiser step, unless the gradient is not finite."""
-        updater = self.updater
-        everywhere = float(updater.all_sum(torch.tensor(float(len(pairs)))))
-        scores = torch.zeros(2, len(pairs), dtype=torch.float64)
-        loss = torch.zeros((), dtype=torch.float64)
 
-        def backward(rows: Tensor) -> None:
-            nonlocal loss
+        def read(rows: Tensor) -> tuple[Tensor, Tensor]:
             part = [pairs[i] for i in rows.tolist()]
             found = self._scores(part)
-            if part:
-                margins = torch.tensor([pair.margin for pair in part], dtype=found.dtype, device=found.device)
-                total = bradley_terry(found[0], found[1], margin=margins).sum() / everywhere
-                scores[:, rows] = found.detach().double().cpu()
-            else:
-                # Other ranks have more micro-batches: this one still reaches every parameter, with gradient 0.
-                total = 0.0 * found.sum()
-            loss = loss + total.detach().double().cpu()
-            # DDP averages gradients over ranks; the denominator already counts them all.
-            updater.accelerator.backward(total * updater.accelerator.num_processes)
+            margins = torch.tensor([pair.margin for pair in part], dtype=found.dtype, device=found.device)
+            return found, bradley_terry(found[0], found[1], margin=margins) if part else found
 
         sizes = torch.tensor([2 * max(len(pair.chosen), len(pair.rejected)) for pair in pairs])
-        grad_norm, finite = updater.descend(micro_batches(sizes, token_budget=updater.token_budget), backward)
-        self._metrics = {
-            "loss": float(updater.all_sum(loss)),
-            "grad_norm": float(grad_norm),
-            "learning_rate": float(updater.optimizer.param_groups[0]["lr"]),
-            "skipped": float(not finite),
-            **self._measure(pairs, scores),
-        }
-
-    def _scores(self, part: Sequence[Pair]) -> Tensor:
-        """[2, pairs] scores of chosen and rejected in one forward; of nothing, the score of one token."""
-        rows = [pair.chosen for pair in part] + [pair.rejected for pair in part] or [(0,)]
-        ids, lengths = right_padded(rows)
-        device = self.updater.accelerator.device
-        found: Tensor = self.updater.module(ids.to(device), lengths.to(device))
-        return found.view(2, -1) if part else found
-
-    def _measure(self, pairs: Sequence[Pair], scores: Tensor) -> dict[str, float]:
+        scores, step = self.descend(sizes, read)
         meter = Meter()
         chosen, rejected = scores
         meter.mean("accuracy", _right(chosen - rejected))
@@ -195,31 +90,24 @@ class RewardModelLearner:
             meter.mean(f"rewards/{name}/mean", side)
             meter.mean(f"rewards/{name}/std", side.square())  # until it is known over all ranks
         meter.total("num_tokens", float(sum(len(pair.chosen) + len(pair.rejected) for pair in pairs)))
-        found = meter.result(self.updater.all_sum)
-        for name in ("chosen", "rejected"):
-            variance = found[f"rewards/{name}/std"] - found[f"rewards/{name}/mean"] ** 2
-            found[f"rewards/{name}/std"] = sqrt(variance) if variance > 0 else 0.0 * variance  # NaN stays NaN
-        return found
-
-    def metrics(self) -> dict[str, float]:
-        """The numbers of the last step."""
-        return self._metrics
-
-    def explain(self) -> str:
-        """The last step in words."""
+        self.measured(meter, **step)
         m = self._metrics
-        return f"loss {m['loss']:.4f}, {m['accuracy']:.0%} ranked right, margin {m['margin']:.3g}"
+        for name in ("chosen", "rejected"):
+            variance = m[f"rewards/{name}/std"] - m[f"rewards/{name}/mean"] ** 2
+            m[f"rewards/{name}/std"] = sqrt(variance) if variance > 0 else 0.0 * variance  # NaN stays NaN
 
-    def state_dict(self) -> dict[str, Any]:
-        """The data position."""
-        return {"order": self.order.state_dict()}
+    def _scores(self, part: Sequence[Pair[Ids]]) -> Tensor:
+        """[2, pairs] scores of chosen and rejected in one forward; of nothing, the score of one token."""
+        rows = [pair.chosen for pair in part] + [pair.rejected for pair in part] or [(0,)]
+        ids, lengths = right_padded(rows)
+        device = self.updater.accelerator.device
+        found: Tensor = self.updater.module(ids.to(device), lengths.to(device))
+        return found.view(2, -1) if part else found
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        self.order.load_state_dict(state["order"])
 
-
-def evaluate_reward_model(model: RewardModel, pairs: Sequence[Pair], *, token_budget: int = 8192) -> dict[str, float]:
+def evaluate_reward_model(
+    model: RewardModel, pairs: Sequence[Pair[Ids]], *, token_budget: int = 8192
+) -> dict[str, float]:
     """How well it ranks pairs, and whether it is as sure as it should be.
 
     accuracy: the share of pairs whose better answer scores higher; a tie counts half. log_loss: the mean of
@@ -259,7 +147,7 @@ def calibration_error(margins: Tensor, *, bins: int = 10) -> float:
     return float(gaps.abs().sum() / len(margins))
 
 
-def centre(model: RewardModel, pairs: Iterable[Pair], *, token_budget: int, limit: int = 512) -> float:
+def centre(model: RewardModel, pairs: Iterable[Pair[Ids]], *, token_budget: int, limit: int = 512) -> float:
     """The mean score of both sides of the first pairs: the offset that gives rewards mean 0."""
     some = list(islice(pairs, limit))
     return float(score_ids(model, [s for p in some for s in (p.chosen, p.rejected)], token_budget=token_budget).mean())
