@@ -19,7 +19,7 @@ from rolecall.experience.stored import RolloutStore
 from rolecall.experience.updates import read_updates
 from rolecall.jobs import rl as job
 from rolecall.maths.roles import Verdict
-from rolecall.recipes.stored import StoredAnswers
+from rolecall.recipes.collect import StoredAnswers
 from rolecall.rollout.native import NativeEngine
 
 SMALL = {"steps": 3, "prompts": 2, "samples": 4, "sampling.max_new_tokens": 6, "optim.lr": 1e-3, "quiet": True}

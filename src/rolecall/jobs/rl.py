@@ -23,13 +23,12 @@ from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter, merged
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.token_text import token_bytes
-from rolecall.recipes.collect import Collector, run_state
+from rolecall.recipes.collect import Collector, StoredAnswers, Unasked, run_state
 from rolecall.recipes.episodes import Arena, EnvOnly, EpisodeEvaluator, Episodes
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.guard import Guard
 from rolecall.recipes.records import Records
 from rolecall.recipes.rl import RLLearner
-from rolecall.recipes.stored import StoredAnswers, Unasked
 from rolecall.rewards.records import Reward
 from rolecall.rollout.agents.pool import Envs
 from rolecall.rollout.engine import Engine, warn_if_support_is_cut

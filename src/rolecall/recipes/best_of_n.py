@@ -6,7 +6,6 @@ has no say in the choice shows where the score that chooses stops being a good g
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ from typing import Any
 import torch
 
 from rolecall.config.best_of_n import BestOfNOptions
-from rolecall.experience.batches import collate
-from rolecall.experience.store import RolloutDetails, Rollouts, read_rollouts, write_rollouts
+from rolecall.experience.store import Rollouts, read_rollouts
 from rolecall.files import write_atomically
 from rolecall.maths.best_of import best_of_kl, expected_best
 from rolecall.recipes.ask import Answered, Asker, unscored
-from rolecall.recipes.records import as_json
+from rolecall.recipes.records import as_json, write_answers
 from rolecall.rewards.records import Reward, trainer_state
 from rolecall.train.rundir import RunDir
 
@@ -81,27 +79,13 @@ class BestOfN:
         self, path: Path, step: int, groups: Sequence[Answered], judged: Sequence[list[float | None] | None]
     ) -> None:
         trajectories = [t for group in groups for t in group.trajectories(group.row)]
-        totals = [s.total for group in groups for s in group.scored]
-        details = [
-            RolloutDetails(
-                prompt_text=group.prompt,
-                answer_text=answer,
-                seed=self.options.seed,
-                sampling=self.options.sampling,
-                prompt=group.row,
-                sample=i,
-                total=group.scored[i].total,
-                reward_failure=group.scored[i].failure,
-                extras={} if verdicts is None else {"judge": verdicts[i]},
-            )
+        extras: list[dict[str, Any]] = [
+            {} if verdicts is None else {"judge": verdicts[i]}
             for group, verdicts in zip(groups, judged, strict=True)
-            for i, answer in enumerate(group.answers)
+            for i in range(len(group.answers))
         ]
-        scores = torch.tensor([float("nan") if t is None else t for t in totals], dtype=torch.float64)
-        batch = replace(collate(trajectories), scores=scores)
-        write_rollouts(
-            path, trajectories, batch, step=step + 1, details=details, model=self.model(), tokenizer=self.tokenizer
-        )
+        facts = {"step": step + 1, "model": self.model(), "tokenizer": self.tokenizer}
+        write_answers(path, groups, trajectories, extras, sampling=self.options.sampling, **facts)
 
     def finish(self, run: RunDir) -> None:
         """Write the best answers and the curve, from the record of all steps."""

@@ -1,4 +1,4 @@
-"""Where a step's experience comes from: rows are asked, answers are sampled and scored."""
+"""Where a step's experience comes from: answers to rows, sampled and scored, or the rollouts of another run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from rolecall.config.rl import RLOptions
+from rolecall.errors import UserError
+from rolecall.experience.store import Rollouts
+from rolecall.experience.stored import RolloutStore
 from rolecall.policy.load import LoadedModel
 from rolecall.recipes.ask import Answered, Asker
-from rolecall.rewards.records import Messages, Reward, Scored, trainer_state
+from rolecall.rewards.records import Messages, Reward, Sample, Scored, trainer_state
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
 from rolecall.train.data import RowOrder, StreamOrder, order_of
@@ -19,7 +22,7 @@ from rolecall.types import Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
+class Resampled:
     """What dynamic sampling went through to fill a step."""
 
     rounds: int
@@ -51,7 +54,7 @@ class Collected:
     """What the greedy answer to the same prompt scored, if one was asked for; None: its reward failed."""
     messages: Sequence[Messages] | None = None
     """Of episodes: all that the trajectory's agent read and said, its prompt first."""
-    drawn: Drawn | None = None
+    drawn: Resampled | None = None
     """With dynamic sampling: what it took."""
 
 
@@ -139,7 +142,7 @@ class Answers:
         greedy = o.algorithm.name == "remax"
         return asker.ask(chosen, samples=o.samples, seed=seed, step=step, state=self._state, first=first, greedy=greedy)
 
-    def _replace_flat(self, groups: list[Answered], step: int, seed: int) -> tuple[list[Answered], Drawn]:
+    def _replace_flat(self, groups: list[Answered], step: int, seed: int) -> tuple[list[Answered], Resampled]:
         """Ask further prompts, as many as groups are flat, for the rounds that are left."""
         wanted, everything, rounds = len(groups), list(groups), 1
         while rounds < self.options.algorithm.resample:
@@ -151,7 +154,9 @@ class Answers:
             rounds += 1
         useful, flat = [g for g in everything if not g.flat], [g for g in everything if g.flat]
         totals = [s.total for g in everything for s in g.scored if s.total is not None]
-        drawn = Drawn(rounds=rounds, prompts=len(everything), flat=len(flat), score_sum=sum(totals), scores=len(totals))
+        drawn = Resampled(
+            rounds=rounds, prompts=len(everything), flat=len(flat), score_sum=sum(totals), scores=len(totals)
+        )
         return useful + flat[len(flat) - (wanted - len(useful)) :], drawn
 
     def _take(self, missing: int) -> list[int] | None:
@@ -171,3 +176,73 @@ class Answers:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         self.order.load_state_dict(state["order"])
+
+
+class StoredAnswers:
+    """A `Collector` that reads. Files are taken in order, again from the first when all were taken."""
+
+    def __init__(self, store: RolloutStore, *, rank: int = 0, ranks: int = 1) -> None:
+        """Of every file's groups, rank r of n takes each n-th, from the r-th on."""
+        self.store, self.rank, self.ranks, self.taken = store, rank, ranks, 0
+
+    def collect(self, step: int) -> Collected:
+        """The next file."""
+        index = self.taken % len(self.store)
+        self.taken += 1
+        found = self.store.read(index)
+        rows = self._rows(found)
+        if not rows:
+            raise UserError(
+                f"{self.store.files[index]} has fewer groups than there are processes; use {self.ranks - 1} or fewer"
+            )
+        return Collected(
+            trajectories=[found.trajectories[i] for i in rows],
+            prompts=[found.details[i].prompt_text for i in rows],
+            answers=[found.details[i].answer_text for i in rows],
+            scored=[_scored(found, i) for i in rows],
+            rows=[found.details[i].prompt or 0 for i in rows],
+            seed=found.details[rows[0]].seed or 0,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many files were taken, and which there are."""
+        return {"taken": self.taken, "files": self.store.names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on behind the last file that was taken."""
+        if list(state.get("files", [])) != self.store.names:
+            raise UserError(
+                f"{self.store.place} does not hold the rollouts that the run began with; bring them back, or start a new run"
+            )
+        self.taken = int(state["taken"])
+
+    def _rows(self, found: Rollouts) -> list[int]:
+        groups = list(dict.fromkeys(t.group for t in found.trajectories))[self.rank :: self.ranks]
+        return [i for i, t in enumerate(found.trajectories) if t.group in set(groups)]
+
+
+class Unasked:
+    """Stands for the reward of a run that scores nothing."""
+
+    names: tuple[str, ...] = ()
+
+    def score(self, samples: Sequence[Sample], *, state: Mapping[str, Any] | None = None) -> list[Scored]:
+        """Never called: stored answers have their scores."""
+        raise AssertionError("a reward was asked for in a run that trains on stored answers")
+
+    def take_metrics(self) -> dict[str, float]:
+        """Nothing was logged."""
+        return {}
+
+
+def _scored(found: Rollouts, row: int) -> Scored:
+    details = found.details[row]
+    failure = details.reward_failure
+    if details.total is None and failure is None:
+        failure = "there is no score in the store"
+    return Scored(
+        scores=dict(found.trajectories[row].scores),
+        total=None if failure is not None else details.total,
+        failure=failure,
+        extras=dict(details.extras),
+    )

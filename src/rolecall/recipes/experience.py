@@ -11,7 +11,7 @@ from torch import Tensor
 from rolecall.experience.joined import Joined
 from rolecall.experience.replay import StoredGroup
 from rolecall.recipes.algorithms import Algorithm
-from rolecall.rewards.records import Messages, Scored
+from rolecall.recipes.collect import Collected
 from rolecall.train.step import StepResult, trained
 from rolecall.types import Batch, Trajectory
 
@@ -44,30 +44,25 @@ class Replayed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rollout:
+class Rollout(Collected):
     """One step's experience: what was sampled, what it scored, and the batch made of it."""
 
     step: int
-    trajectories: Sequence[Trajectory]
-    prompts: Sequence[str]
-    """The prompt of each trajectory as text."""
-    answers: Sequence[str]
-    """The answer of each trajectory as text, without its stop token."""
-    scored: Sequence[Scored]
+    joined: Joined
+    """Which trajectories are one sequence."""
     batch: Batch
     kl: Tensor | None
     """[batch, time] KL to the reference at eligible positions, if there is a reference."""
     kl_coef: float
     """The KL controller's coefficient when the rewards were made."""
-    rows: Sequence[int]
-    """The row of the data that each trajectory answers."""
-    seed: int
-    """What the answers were sampled with, together with step, prompt and sample."""
     algorithm: Algorithm
-    messages: Sequence[Messages] | None = None
-    """Of episodes: all that the trajectory's agent read and said, its prompt first."""
     replay: Replayed | None = None
     """What is replayed beside it; None without replay."""
+
+    @property
+    def sequences(self) -> Batch:
+        """The batch with a row for each sequence."""
+        return self.joined.batch(self.batch)
 
     @property
     def training(self) -> Batch:
@@ -127,3 +122,8 @@ def compared(batch: Batch, joined: Joined, algorithm: Algorithm) -> Batch:
     return dataclasses.replace(
         batch, advantages=advantages, returns=None if returns is None else joined.split(returns, width)
     )
+
+
+def or_nan(scores: Sequence[float | None]) -> Tensor:
+    """[batch] float64; NaN for what is None."""
+    return torch.tensor([float("nan") if score is None else score for score in scores], dtype=torch.float64)

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from rolecall.config.expert_iteration import ExpertIterationOptions
 from rolecall.experience.batches import collate
-from rolecall.experience.store import RolloutDetails, write_rollouts
 from rolecall.files import DiskError
 from rolecall.maths.roles import TrainRule
 from rolecall.policy.load import LoadedModel
 from rolecall.recipes.ask import Answered, Asker, unscored
 from rolecall.recipes.collect import run_state
-from rolecall.recipes.records import KEPT_EVERY, as_json
+from rolecall.recipes.experience import or_nan
+from rolecall.recipes.records import KEPT_EVERY, as_json, write_answers
 from rolecall.recipes.rl import engine_weights
 from rolecall.recipes.sft import nll
 from rolecall.train.data import order_of
@@ -156,21 +156,20 @@ class ExpertIterationLearner:
 
     def _measure_round(self, found: Round) -> None:
         meter, kept = self._meter, set(found.kept)
-        totals = [s.total for group in found.groups for s in group.scored]
-        scores = torch.tensor([float("nan") if t is None else t for t in totals], dtype=torch.float64)
+        scored = [s for group in found.groups for s in group.scored]
+        scores = or_nan([s.total for s in scored])
         lengths = torch.tensor([float(len(c.ids)) for group in found.groups for c in group.completions])
         meter.mean("reward", scores, ~scores.isnan())
         for name in found.groups[0].scored[0].scores:
-            part = [s.scores.get(name) for group in found.groups for s in group.scored]
-            held = torch.tensor([float("nan") if x is None else x for x in part], dtype=torch.float64)
-            meter.mean(f"rewards/{name}/mean", held, ~held.isnan())
+            part = or_nan([s.scores.get(name) for s in scored])
+            meter.mean(f"rewards/{name}/mean", part, ~part.isnan())
         meter.mean("rewards/failed", scores.isnan().float())
         meter.total("kept/answers", float(len(kept)))
-        meter.mean("kept/share", torch.tensor([float(i in kept) for i in range(len(totals))]))
+        meter.mean("kept/share", torch.tensor([float(i in kept) for i in range(len(scored))]))
         samples = self.options.samples
         answered = [any(i * samples + j in kept for j in range(samples)) for i in range(len(found.groups))]
         meter.mean("kept/prompts", torch.tensor(answered).float())
-        meter.mean("kept/reward", scores, torch.tensor([i in kept for i in range(len(totals))]))
+        meter.mean("kept/reward", scores, torch.tensor([i in kept for i in range(len(scored))]))
         meter.mean("completions/mean_length", lengths)
         cut = [float(t.finish.truncated) for t in found.trajectories]
         meter.mean("completions/clipped_ratio", torch.tensor(cut))
@@ -181,33 +180,12 @@ class ExpertIterationLearner:
         o = self.options
         if self.run is None or not o.save.rollouts:
             return
-        kept, rows = set(found.kept), [(g, i) for g in found.groups for i in range(len(g.answers))]
-        details = [
-            RolloutDetails(
-                prompt_text=group.prompt,
-                answer_text=group.answers[i],
-                seed=group.request.seed,
-                sampling=o.sampling,
-                prompt=group.row,
-                sample=i,
-                total=group.scored[i].total,
-                reward_failure=group.scored[i].failure,
-                extras={**as_json(group.scored[i].extras), "kept": number in kept},
-            )
-            for number, (group, i) in enumerate(rows)
-        ]
-        totals = [group.scored[i].total for group, i in rows]
-        scores = torch.tensor([float("nan") if t is None else t for t in totals], dtype=torch.float64)
+        kept, scored = set(found.kept), [s for group in found.groups for s in group.scored]
+        extras = [{**as_json(s.extras), "kept": number in kept} for number, s in enumerate(scored)]
+        path = self.run.rollouts / f"step-{found.step + 1:06d}.parquet"
+        facts = {"step": found.step + 1, "model": self.asker.engine.hash(), "tokenizer": self.tokenizer}
         try:
-            write_rollouts(
-                self.run.rollouts / f"step-{found.step + 1:06d}.parquet",
-                found.trajectories,
-                replace(collate(found.trajectories), scores=scores),
-                step=found.step + 1,
-                details=details,
-                model=self.asker.engine.hash(),
-                tokenizer=self.tokenizer,
-            )
+            write_answers(path, found.groups, found.trajectories, extras, sampling=o.sampling, **facts)
         except DiskError:
             self._lost += 1
             return

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from rolecall.config.rl import RLOptions
 from rolecall.experience.batches import lengths_of
-from rolecall.experience.joined import Joined
 from rolecall.maths.roles import TrainRule
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter
@@ -50,8 +49,7 @@ class Guard:
 
     def rolled_out(self, rollout: Rollout) -> None:
         """Check the rewards, and remember the weights that the update starts from."""
-        joined, o = Joined(rollout.trajectories), self.options.algorithm
-        batch = joined.batch(rollout.batch)
+        o, joined, batch = self.options.algorithm, rollout.joined, rollout.sequences
         assert batch.rewards is not None
         assert batch.scores is not None
         found = tripwires.reward_sum(

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from rolecall.config.rl import AlgorithmOptions
-from rolecall.experience.joined import Joined
 from rolecall.maths.advantages import flat_groups
 from rolecall.maths.kl import kl_estimate
 from rolecall.maths.losses import ratio
 from rolecall.maths.roles import Role, TrainRule, Verdict
 from rolecall.recipes.algorithms import clipped, need
-from rolecall.recipes.collect import Drawn
-from rolecall.recipes.experience import MiniStep, Rollout
+from rolecall.recipes.collect import Resampled
+from rolecall.recipes.experience import MiniStep, Rollout, or_nan
 from rolecall.train.metrics import Meter
 from rolecall.train.step import trained
 from rolecall.types import Finish
@@ -24,8 +23,8 @@ _LEFT_OUT = (Verdict.BLACKOUT, Verdict.TRUNCATED, Verdict.REWARD_FAILED, Verdict
 
 def measure_rollout(meter: Meter, rollout: Rollout, *, rule: TrainRule) -> None:
     """What was sampled and what it scored, by sequence: the samples of an episode count once."""
-    joined = Joined(rollout.trajectories)
-    batch, firsts = joined.batch(rollout.batch), [rows[0] for rows in joined.rows]
+    joined, batch = rollout.joined, rollout.sequences
+    firsts = [rows[0] for rows in joined.rows]
     assert batch.scores is not None
     scores, include = batch.scores, ~batch.scores.isnan()
     scored, trajectories = [rollout.scored[i] for i in firsts], [rollout.trajectories[i] for i in firsts]
@@ -33,7 +32,7 @@ def measure_rollout(meter: Meter, rollout: Rollout, *, rule: TrainRule) -> None:
     meter.mean("reward", scores, include)
     meter.mean("reward_squared", scores.square(), include)
     for name in scored[0].scores:
-        part = torch.tensor([_or_nan(s.scores.get(name)) for s in scored], dtype=torch.float64)
+        part = or_nan([s.scores.get(name) for s in scored])
         meter.mean(f"rewards/{name}/mean", part, ~part.isnan())
         meter.mean(f"rewards/{name}/squared", part.square(), ~part.isnan())
     meter.mean("rewards/failed", torch.tensor([float(s.failure is not None) for s in scored]))
@@ -74,7 +73,7 @@ def measure_rollout(meter: Meter, rollout: Rollout, *, rule: TrainRule) -> None:
         meter.total(f"untrained_tokens/{verdict.name.lower()}", (batch.verdicts == verdict).sum())
 
 
-def measure_drawn(meter: Meter, drawn: Drawn) -> None:
+def measure_resampled(meter: Meter, drawn: Resampled) -> None:
     """What dynamic sampling went through."""
     meter.largest("resample/rounds", torch.tensor([float(drawn.rounds)]))
     meter.total("resample/prompts", float(drawn.prompts))
@@ -193,7 +192,3 @@ def _explained_variance(meter: Meter, returns: Tensor, values: Tensor, mask: Ten
     meter.mean("critic/residual_second", residual.square(), mask)
     meter.mean("critic/return_mean", returns, mask)
     meter.mean("critic/return_second", returns.square(), mask)
-
-
-def _or_nan(value: float | None) -> float:
-    return float("nan") if value is None else value

@@ -21,7 +21,7 @@ from rolecall.maths.roles import Role, TrainRule
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.model import Against, Outputs, PolicyModel
 from rolecall.recipes.algorithms import Algorithm, Knobs
-from rolecall.recipes.experience import compared
+from rolecall.recipes.experience import compared, or_nan
 from rolecall.recipes.replay import start_weights
 from rolecall.train.reference import Reference
 from rolecall.train.score import score
@@ -35,6 +35,7 @@ class Prepared:
     """A batch that is ready to train."""
 
     batch: Batch
+    joined: Joined
     kl: Tensor | None
     """[batch, time] KL to the reference at eligible positions, if it was measured."""
     algorithm: Algorithm
@@ -105,7 +106,7 @@ class Preparer:
         if self.options.algorithm.bootstrap_truncated and self.module.has_values:
             knobs = replace(knobs, bootstrap=joined.last(self._values_behind(batch, cut_off)))
         algorithm = make(knobs)
-        return Prepared(batch=compared(batch, joined, algorithm), kl=kl, algorithm=algorithm)
+        return Prepared(batch=compared(batch, joined, algorithm), joined=joined, kl=kl, algorithm=algorithm)
 
     def score(
         self,
@@ -147,8 +148,8 @@ class Preparer:
         cut_off = torch.tensor([t.finish.truncated for t in trajectories])
         scores = torch.where(aborted, torch.nan, self._shaped_scores(batch, totals, stopped=ended))
         if baselines is not None:  # without its baseline an answer has nothing to be compared with
-            batch = replace(batch, baselines=_or_nan(baselines))
-            scores = torch.where(_or_nan(baselines).isnan(), torch.nan, scores)
+            batch = replace(batch, baselines=or_nan(baselines))
+            scores = torch.where(or_nan(baselines).isnan(), torch.nan, scores)
         include, known = ~scores.isnan(), torch.ones(batch.ids.shape, dtype=torch.bool)
         if source.recorded:
             batch, known = _recorded(batch, self.rule.eligible(batch.roles))
@@ -167,7 +168,7 @@ class Preparer:
 
     def _shaped_scores(self, batch: Batch, totals: Sequence[float | None], *, stopped: Tensor) -> Tensor:
         """[batch] scores with the recipe's clipping and penalties; NaN where the reward failed."""
-        o, scores = self.options.algorithm, _or_nan(totals)
+        o, scores = self.options.algorithm, or_nan(totals)
         if o.score_clip is not None:
             scores = shaping.clip_scores(scores, limit=o.score_clip)
         if o.missing_stop_penalty:
@@ -236,10 +237,6 @@ class Preparer:
         values = self.score(self.updater.module, longer, wanted).values
         assert values is not None
         return values.sum(dim=1)
-
-
-def _or_nan(scores: Sequence[float | None]) -> Tensor:
-    return torch.tensor([float("nan") if score is None else score for score in scores], dtype=torch.float64)
 
 
 def _recorded(batch: Batch, eligible: Tensor) -> tuple[Batch, Tensor]:

@@ -14,15 +14,18 @@ import torch
 from torch import Tensor
 
 from rolecall.config.rl import RLOptions
+from rolecall.experience.batches import collate
 from rolecall.experience.parquet import first_table
-from rolecall.experience.store import RolloutDetails, rollouts_file
+from rolecall.experience.store import RolloutDetails, rollouts_file, write_rollouts
 from rolecall.experience.updates import MiniBatch, write_updates
 from rolecall.files import DiskError, plain
 from rolecall.maths.losses import ratio
 from rolecall.maths.roles import TrainRule, Verdict
-from rolecall.recipes.experience import MiniStep, Rollout
+from rolecall.recipes.ask import Answered
+from rolecall.recipes.experience import MiniStep, Rollout, or_nan
 from rolecall.train.rundir import RunDir
 from rolecall.train.step import trained
+from rolecall.types import Sampling, Trajectory
 
 KEPT_EVERY = 50
 """Steps whose files stay for good."""
@@ -208,6 +211,35 @@ def _observed(rollout: Rollout) -> list[MiniBatch]:
 def _only(mask: Tensor, tensor: Tensor | None) -> Tensor | None:
     """NaN where it was not computed."""
     return None if tensor is None else torch.where(mask, tensor, torch.nan)
+
+
+def write_answers(
+    path: Path,
+    groups: Sequence[Answered],
+    trajectories: Sequence[Trajectory],
+    extras: Sequence[Mapping[str, Any]],
+    *,
+    sampling: Sampling,
+    **file: Any,
+) -> None:
+    """Record answers to rows, which need not train; `extras` are of each answer, `file` is what `write_rollouts` takes."""
+    details = [
+        RolloutDetails(
+            prompt_text=group.prompt,
+            answer_text=group.answers[i],
+            seed=group.request.seed,
+            sampling=sampling,
+            prompt=group.row,
+            sample=i,
+            total=group.scored[i].total,
+            reward_failure=group.scored[i].failure,
+        )
+        for group in groups
+        for i in range(len(group.answers))
+    ]
+    details = [replace(held, extras=more) for held, more in zip(details, extras, strict=True)]
+    scores = or_nan([held.total for held in details])
+    write_rollouts(path, trajectories, replace(collate(trajectories), scores=scores), details=details, **file)
 
 
 def as_json(extras: Mapping[str, Any]) -> dict[str, Any]:

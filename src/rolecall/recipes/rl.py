@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from rolecall.config.rl import RLOptions
-from rolecall.experience.joined import Joined
 from rolecall.maths.advantages import EMABaseline
 from rolecall.maths.entropy import EntropyTarget, FixedEntropy
 from rolecall.maths.kl import AdaptiveKL, FixedKL
@@ -23,7 +22,7 @@ from rolecall.policy.model import PolicyModel
 from rolecall.recipes.algorithms import Algorithm, Knobs, algorithm_of
 from rolecall.recipes.collect import Answers, Collector
 from rolecall.recipes.experience import MiniStep, Rollout, Watch
-from rolecall.recipes.measure import finish, in_words, measure_drawn, measure_rollout, measure_update
+from rolecall.recipes.measure import finish, in_words, measure_resampled, measure_rollout, measure_update
 from rolecall.recipes.own import own_advantage, own_loss
 from rolecall.recipes.prepare import Preparer, Source
 from rolecall.recipes.replay import Replay, finish_replay, measure_replay
@@ -140,18 +139,13 @@ class RLLearner:
                 found.trajectories, totals, source, self._knobs(), self._algorithm, baselines=found.baselines
             )
         rollout = Rollout(
+            **{f.name: getattr(found, f.name) for f in dataclasses.fields(found)},
             step=step,
-            trajectories=found.trajectories,
-            prompts=found.prompts,
-            answers=found.answers,
-            scored=found.scored,
+            joined=ready.joined,
             batch=ready.batch,
             kl=ready.kl,
             kl_coef=self.kl.coef,
-            rows=found.rows,
-            seed=found.seed,
             algorithm=ready.algorithm,
-            messages=found.messages,
         )
         if self.replay is not None:
             with self.timer.phase("replay"):
@@ -159,7 +153,7 @@ class RLLearner:
         self._meter = Meter()
         measure_rollout(self._meter, rollout, rule=self.rule)
         if found.drawn is not None:
-            measure_drawn(self._meter, found.drawn)
+            measure_resampled(self._meter, found.drawn)
         for watch in self.watches:
             watch.rolled_out(rollout)
         return rollout
@@ -235,8 +229,7 @@ class RLLearner:
 
     def _move_knobs(self, rollout: Rollout) -> None:
         """The KL controller and the moving baseline after this rollout, and the reference if its time has come."""
-        o, joined = self.options.algorithm, Joined(rollout.trajectories)
-        batch = joined.batch(rollout.batch)
+        o, batch = self.options.algorithm, rollout.sequences
         assert batch.scores is not None
         include = ~batch.scores.isnan()
         scored = torch.where(include, batch.scores, 0).double()
