@@ -9,12 +9,12 @@ import pytest
 import torch
 from learners import STOP, Plain, options_of
 
+from rolecall.agents.episodes import Arena, EpisodeEvaluator, Episodes
+from rolecall.agents.pool import LocalEnvs
 from rolecall.config.agents import AgentOptions
 from rolecall.config.parts import ChatOptions
 from rolecall.policy.load import load
 from rolecall.recipes.collect import Answers
-from rolecall.recipes.episodes import Arena, EpisodeEvaluator, Episodes
-from rolecall.rollout.agents.pool import LocalEnvs
 from rolecall.rollout.native import NativeEngine
 from rolecall.rollout.scripted import ScriptedEngine
 from rolecall.tasks.env import Move

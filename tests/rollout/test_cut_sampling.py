@@ -81,7 +81,7 @@ def test_a_support_that_is_the_whole_vocabulary_takes_no_room():
 
 
 def test_a_conversation_keeps_them_beside_their_tokens():
-    from rolecall.rollout.agents.conversation import Sample
+    from rolecall.agents.conversation import Sample
     from rolecall.types import Completion, Finish
 
     def said(ids, supports):

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
 
+from rolecall.agents.conversation import Conversation, Dialect
+from rolecall.agents.pool import Envs, Failure
+from rolecall.agents.replies import Reply
 from rolecall.config.agents import AgentOptions
 from rolecall.policy.row_template import template_kwargs, tools_of
-from rolecall.rollout.agents.conversation import Conversation, Dialect
-from rolecall.rollout.agents.pool import Envs, Failure, Start
 from rolecall.rollout.engine import Engine
-from rolecall.tasks.env import Reply
 from rolecall.types import Completion, Finish, Request, Sampling, Trajectory
 
 
@@ -116,8 +116,7 @@ class Player:
             )
             for w in wanted
         ]
-        starts = {i: Start(row=w.row, seed=w.seed) for i, w in enumerate(wanted)}
-        for i, reply in self.envs.start(starts).items():
+        for i, reply in self.envs.ask("start", {i: (w.row, w.seed) for i, w in enumerate(wanted)}).items():
             self._heard(episodes[i], reply, first=True)
         while True:
             late = self.options.max_seconds is not None and self.clock() - begun >= self.options.max_seconds
@@ -131,11 +130,11 @@ class Player:
                 break
             completions = self.engine.generate(list(asked.values()))
             said = {i: self._said(episodes[i], c) for i, c in zip(asked, completions, strict=True)}
-            for i, reply in self.envs.step(said).items():
+            for i, reply in self.envs.ask("step", said).items():
                 self._heard(episodes[i], reply)
             self.advance(sum(e.finish is not None for e in episodes), len(episodes), "episodes")
         cut = [i for i, episode in enumerate(episodes) if episode.finish is not None and episode.finish.truncated]
-        for i, reply in self.envs.end(cut).items():
+        for i, reply in self.envs.ask("end", dict.fromkeys(cut)).items():
             self._ended(episodes[i], reply)
         return episodes
 

@@ -12,11 +12,11 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
+from rolecall.agents.adapters import OneTurn, TRLEnv
+from rolecall.agents.gym_text import GymEnv
 from rolecall.tasks.agent_tasks import AGENT_TASKS
 from rolecall.tasks.builtin import BUILT_IN
 from rolecall.tasks.env import EnvError
-from rolecall.tasks.env_adapters import OneTurn, TRLEnv
-from rolecall.tasks.gym_text import GymEnv
 from rolecall.tasks.names import find_agent_task, find_task, task_options
 from rolecall.workers.load import load_object, split_name
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+from rolecall.agents.conversation import Dialect
+from rolecall.agents.play import Played, Player, Wanted
+from rolecall.agents.pool import Envs
 from rolecall.config.agents import AgentOptions
 from rolecall.config.parts import ChatOptions
 from rolecall.config.rl import RLOptions
@@ -16,9 +19,6 @@ from rolecall.policy.load import LoadedModel
 from rolecall.recipes.collect import Collected, run_state
 from rolecall.recipes.evaluate import EVALUATION_STEP, Evaluation, kl_to
 from rolecall.rewards.records import Reward, Sample, Scored
-from rolecall.rollout.agents.conversation import Dialect
-from rolecall.rollout.agents.play import Played, Player, Wanted
-from rolecall.rollout.agents.pool import Envs
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
 from rolecall.train.data import order_of

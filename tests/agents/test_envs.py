@@ -6,9 +6,10 @@ from itertools import product
 
 import pytest
 
-from rolecall.tasks.env import EnvError, first_reply, next_reply, players_of
-from rolecall.tasks.env_adapters import OneTurn, TRLEnv
-from rolecall.tasks.env_names import as_factory, check_name, open_env
+from rolecall.agents.adapters import OneTurn, TRLEnv
+from rolecall.agents.environments import as_factory, check_name, open_env
+from rolecall.agents.replies import first_reply, next_reply, players_of
+from rolecall.tasks.env import EnvError
 from rolecall.tasks.kuhn import DEALS, decisions, exploitability, game_value, pays
 from rolecall.tasks.names import find_agent_task, find_task, resolve
 from rolecall.tasks.rows import RowError

@@ -2,6 +2,9 @@
 
 import pytest
 
+from rolecall.agents.environments import open_env
+from rolecall.agents.gym_text import GymEnv, plain_ansi, sections, short_names
+from rolecall.agents.replies import first_reply, next_reply
 from rolecall.config.flags import parse
 from rolecall.config.merge import make
 from rolecall.config.parts import HeldOutOptions
@@ -9,9 +12,7 @@ from rolecall.config.rl import RLOptions
 from rolecall.config.schema import schema
 from rolecall.errors import UserError
 from rolecall.jobs.agents import episode_rows
-from rolecall.tasks.env import EnvError, first_reply, next_reply
-from rolecall.tasks.env_names import open_env
-from rolecall.tasks.gym_text import GymEnv, own_limit, plain_ansi, sections, short_names
+from rolecall.tasks.env import EnvError, own_limit
 
 gymnasium = pytest.importorskip("gymnasium")
 

@@ -4,9 +4,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rolecall.agents.replies import BadReply
 from rolecall.heavy import import_heavy
 from rolecall.tasks.builtin import Task
-from rolecall.tasks.env import BadReply, EnvError, Message, Said, Step
+from rolecall.tasks.env import EnvError, Message, Said, Step
 from rolecall.tasks.tools import answer_call, find_calls
 
 
