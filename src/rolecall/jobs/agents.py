@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from rolecall.agents.environments import check_name, is_task
+from rolecall.agents.environments import check_name
 from rolecall.agents.episodes import Arena
 from rolecall.agents.pool import EnvPool, Envs, Failure, LocalEnvs
 from rolecall.config.agents import AgentOptions
@@ -18,7 +18,7 @@ from rolecall.policy.load import LoadedModel
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.agent_tasks import AGENT_TASKS
-from rolecall.tasks.names import find_agent_task
+from rolecall.tasks.names import find_task, is_task
 from rolecall.tasks.rows import ListRows, Rows
 from rolecall.tasks.sources import RowsSource, Splits
 from rolecall.train.timing import Timer
@@ -105,7 +105,7 @@ def open_envs(env: EnvSource, options: AgentOptions, stack: ExitStack) -> Envs:
         check_named("environment", env)
         check_name(env)
         if env.partition(":")[0] in AGENT_TASKS:
-            return LocalEnvs(find_agent_task(env).env)
+            return LocalEnvs(find_task(env).env)
     limits: dict[str, Any] = {"network": options.network, "variables": options.variables}
     return stack.enter_context(EnvPool(env, workers=options.workers, deadline_s=options.deadline, **limits))
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rolecall.agents.environments import is_task
 from rolecall.config.best_of_n import BestOfNOptions
 from rolecall.config.parts import HeldOutOptions
 from rolecall.errors import UserError
@@ -16,6 +15,7 @@ from rolecall.jobs.running import Built, Run, unless_failed
 from rolecall.policy.load import reading
 from rolecall.recipes.ask import Asker
 from rolecall.recipes.best_of_n import BestOfN
+from rolecall.tasks.names import is_task
 from rolecall.tasks.sources import RowsSource
 from rolecall.tasks.streams import head
 from rolecall.train.callbacks import Given

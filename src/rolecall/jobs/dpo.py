@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from rolecall.agents.environments import is_task
 from rolecall.config.dpo import DPOOptions
 from rolecall.jobs.arguments import trl_arguments
 from rolecall.jobs.calls import Job, train
@@ -17,6 +16,7 @@ from rolecall.jobs.running import Built, Run, build_policy, loop_options, prepar
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.dpo import DPOLearner
 from rolecall.recipes.rendering import rendered_pairs
+from rolecall.tasks.names import is_task
 from rolecall.tasks.sources import RowsSource
 from rolecall.train.callbacks import Given
 from rolecall.train.progress import Progress

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rolecall.agents.environments import is_task
 from rolecall.agents.episodes import EnvOnly, EpisodeEvaluator
 from rolecall.config.eval import EvalOptions
 from rolecall.config.merge import make
@@ -25,6 +24,7 @@ from rolecall.policy.load import reading
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.evaluate import Evaluation, Evaluator
 from rolecall.rewards.records import Reward
+from rolecall.tasks.names import is_task
 from rolecall.tasks.rows import Rows
 from rolecall.tasks.sources import RowsSource
 from rolecall.tasks.streams import head

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from rolecall.agents.environments import is_task
 from rolecall.agents.episodes import with_env
 from rolecall.config.merge import make
 from rolecall.config.parts import HeldOutOptions
@@ -28,6 +27,7 @@ from rolecall.jobs.notebook import spoken
 from rolecall.recipes.records import as_json
 from rolecall.recipes.sampling import as_completion
 from rolecall.rewards.records import Reward, Sample, Scored, trainer_state
+from rolecall.tasks.names import is_task
 from rolecall.tasks.rows import Rows
 from rolecall.tasks.sources import RowsSource
 from rolecall.tasks.streams import Stream

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from rolecall.agents.environments import is_task
 from rolecall.config.sft import SFTOptions
 from rolecall.errors import UserError
 from rolecall.jobs.arguments import trl_arguments
@@ -18,6 +17,7 @@ from rolecall.jobs.running import Built, Run, build_policy, loop_options, prepar
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.rendering import rendered_rows
 from rolecall.recipes.sft import SFTLearner
+from rolecall.tasks.names import is_task
 from rolecall.tasks.rows import Rows
 from rolecall.tasks.sources import RowsSource
 from rolecall.train.callbacks import Given
