@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from rolecall.agents.adapters import OneTurn, TRLEnv
-from rolecall.agents.gym_text import GymEnv
+from rolecall.agents.gym_text import GymTextEnv
 from rolecall.tasks.agent_tasks import AGENT_TASKS
 from rolecall.tasks.builtin import BUILT_IN
 from rolecall.tasks.env import EnvError
@@ -32,7 +32,7 @@ def open_env(name: str) -> Factory:
         return task.env if hasattr(task, "env") else partial(OneTurn, task)
     if kind == "gym":
         made, _, options = rest.partition(":")
-        return partial(GymEnv, made, **task_options(name, options))
+        return partial(GymTextEnv, made, **task_options(name, options))
     forced = kind == "trl"
     own = rest if forced else name
     found = load_object(*_parted(own), what=f"environment {own!r}", error=EnvError)

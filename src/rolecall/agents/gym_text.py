@@ -19,7 +19,7 @@ _NUMBERS = 32
 _COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 
 
-class GymEnv:
+class GymTextEnv:
     """A Gymnasium environment whose actions can be written and whose observations can be read.
 
     The first message says what the docstring says of it, its actions and how to answer, unless the row has a `prompt`.

@@ -22,7 +22,7 @@ _LIMITS = ("max_steps", "_max_episode_steps", "max_episode_steps", "max_cycles")
 
 
 class EnvError(UserError):
-    """An environment that cannot be used at all: not found, not of the right shape."""
+    """An environment, or the name of one, that cannot be used: not found, not of the right shape."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
