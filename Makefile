@@ -51,7 +51,7 @@ test-slow: $(STAMPS)/dev  ## tests that take minutes or a downloaded model
 	$(BIN)/pytest -m slow --timeout=3000
 
 test-plain: $(STAMPS)/dev  ## the tests of models, engines and updates with every fast path turned off
-	ROLECALL_FLAT=0 ROLECALL_KERNELS=0 $(BIN)/pytest -n 2 --dist loadfile tests/policy tests/rollout tests/train tests/recipes
+	ROLECALL_FLAT=0 ROLECALL_KERNELS=0 $(BIN)/pytest -n 2 --dist loadfile tests/policy tests/rollout tests/agents tests/train tests/recipes
 
 kernels: $(STAMPS)/dev  ## every C file compiled and tested for x86-64-v2, v3, v4 and this machine; compiled for aarch64
 	@command -v aarch64-linux-gnu-gcc >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \

@@ -161,7 +161,7 @@ MUTANTS = [
     ),
     Mutant(
         "greedy evaluation of episodes samples",
-        "recipes/episodes.py",
+        "agents/episodes.py",
         "self._play(replace(self.sampling, temperature=0.0), 1)",
         "self._play(self.sampling, 1)",
         ("recipes/test_ranks_apart.py",),
@@ -210,14 +210,14 @@ MUTANTS = [
     ),
     Mutant(
         "ranks play the same rows",
-        "recipes/episodes.py",
+        "agents/episodes.py",
         "self.order.take(o.prompts)[self.rank :: self.ranks]",
         "self.order.take(o.prompts)[:: self.ranks]",
         ("recipes/test_ranks_apart.py",),
     ),
     Mutant(
         "ranks play with the same seed",
-        "recipes/episodes.py",
+        "agents/episodes.py",
         "seed = o.seed + self.rank * 2**32",
         "seed = o.seed",
         ("recipes/test_ranks_apart.py",),
@@ -261,7 +261,7 @@ MUTANTS = [
     ),
     Mutant(
         "two players of an episode share random numbers",
-        "rollout/agents/play.py",
+        "agents/play.py",
         "(side.cuts * len(players) + players.index(episode.speaker)) * samples",
         "side.cuts * len(players) * samples",
         (f"{REFERENCE}::test_a_step_of_two_players_of_one_policy",),

@@ -5,8 +5,8 @@ import json
 import pytest
 
 import rolecall
+from rolecall.agents.adapters import ToolsEnv
 from rolecall.errors import UserError
-from rolecall.tasks.env_adapters import ToolsEnv
 
 ROWS = [{"prompt": [{"role": "user", "content": f"{a}+1="}], "solution": str(a + 1)} for a in range(4)]
 SMALL = {"model": "tiny", "quiet": True, "train_dataset": ROWS, "num_generations": 2, "max_completion_length": 4}

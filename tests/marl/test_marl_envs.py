@@ -153,7 +153,7 @@ def test_a_wrong_name_in_a_process_is_the_same_sentence():
 
 
 def test_an_environment_that_hangs_or_crashes_takes_only_its_own_process_along():
-    for name, why in (("odd_envs:hangs", "did not answer within 4 s"), ("odd_envs:crashes", "exit code 9")):
+    for name, why in (("odd_envs:hangs", "no answer within 4 s"), ("odd_envs:crashes", "exit code 9")):
         envs = open_envs(name, 2, workers=2, deadline=4.0)
         try:
             envs.reset([4, 5])  # the first is the bad one

@@ -100,7 +100,7 @@ def test_a_broken_episode_is_discarded_and_counted(name, why):
 
 def test_a_hanging_environment_costs_its_episode():
     found = played("odd_envs:hangs", 2, limit=3, workers=2, deadline=4.0, step=HANGS)
-    assert list(found.faults) == ["it did not answer within 4 s and was ended"]
+    assert list(found.faults) == ["no answer within 4 s; it was killed"]
     assert found.episodes.lengths.tolist() == [3]
 
 

@@ -3,18 +3,16 @@
 Ranks are numbers that collectors are given: no process is started.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from learners import STOP, Plain, options_of
 
+from rolecall.agents.episodes import Arena, EnvOnly, EpisodeEvaluator, Episodes
+from rolecall.agents.pool import LocalEnvs
 from rolecall.config.agents import AgentOptions
 from rolecall.config.parts import ChatOptions
 from rolecall.policy.load import load
 from rolecall.recipes.collect import Answers
-from rolecall.recipes.episodes import Arena, EpisodeEvaluator, Episodes
-from rolecall.rollout.agents.pool import LocalEnvs
 from rolecall.rollout.native import NativeEngine
 from rolecall.rollout.scripted import ScriptedEngine
 from rolecall.tasks.env import Move
@@ -50,9 +48,8 @@ class Once:
 
 
 def arena(policy, engine):
-    names = SimpleNamespace(names=(), score=lambda samples, state: [None] * len(samples), take_metrics=dict)
     return Arena(
-        policy=policy, engine=engine, envs=LocalEnvs(Once), reward=names, options=AgentOptions(), chat=ChatOptions()
+        policy=policy, engine=engine, envs=LocalEnvs(Once), reward=EnvOnly(), options=AgentOptions(), chat=ChatOptions()
     )
 
 

@@ -95,7 +95,7 @@ def test_a_hang_is_killed_at_the_deadline(style):
         scored = pool.score(answers("ok", "hang", "2", "backtrack", "5"))
     assert [s.total for s in scored] == [1.0, None, 2.0, None, 5.0]
     for index in (1, 3):
-        expected = f"reward `{style}` failed on prompt 0 sample {index}: no answer within deadline_s=0.8; it was killed"
+        expected = f"reward `{style}` failed on prompt 0 sample {index}: no answer within 0.8 s; it was killed"
         assert scored[index].failure == expected
 
 
@@ -181,9 +181,9 @@ def test_a_reward_that_applies_nowhere_is_named(caplog):
 
 def test_closing_leaves_no_process_and_no_zombie():
     with RewardPool(source("batch"), workers=3, deadline_s=0.3) as pool:
-        first = pool.worker_pids
+        first = pool.pids
         pool.score(answers("hang"))
-        pids = {*first, *pool.worker_pids}
+        pids = {*first, *pool.pids}
         assert len(pids) > 3
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     with pytest.raises(RewardError, match="closed"):
@@ -203,7 +203,7 @@ def test_workers_end_with_the_trainer_even_in_c_code(tmp_path):
         textwrap.dedent(f"""
         from rolecall.rewards import RewardPool, Sample
         pool = RewardPool({source("batch")!r})
-        print(*pool.worker_pids, flush=True)
+        print(*pool.pids, flush=True)
         pool.score([Sample(prompt="q", completion="backtrack")])
         """)
     )
@@ -230,7 +230,7 @@ def test_the_pool_outlives_the_thread_that_made_it():
 
 def test_workers_killed_from_outside_are_replaced():
     with RewardPool(source("batch"), workers=4) as pool:
-        for pid in pool.worker_pids:
+        for pid in pool.pids:
             os.kill(pid, signal.SIGKILL)
         assert pool.score(answers("2"))[0].total == 2.0
 
@@ -288,6 +288,6 @@ def test_workers_that_are_ready_at_the_same_moment_are_all_heard(monkeypatch):
         pool = RewardPool(source("batch"), workers=2)
     with pool:
         end = time.monotonic() + 60
-        while not all(worker.ready for worker in pool._pool.workers):
-            pool._pool.hear()
+        while not all(worker.ready for worker in pool.workers):
+            pool._hear(None, 1.0)
             assert time.monotonic() < end, "one that is never ready ends the run later"

@@ -81,7 +81,7 @@ def test_a_support_that_is_the_whole_vocabulary_takes_no_room():
 
 
 def test_a_conversation_keeps_them_beside_their_tokens():
-    from rolecall.rollout.agents.conversation import Sample
+    from rolecall.agents.conversation import TokenSample
     from rolecall.types import Completion, Finish
 
     def said(ids, supports):
@@ -96,7 +96,7 @@ def test_a_conversation_keeps_them_beside_their_tokens():
             supports=supports,
         )
 
-    sample = Sample()
+    sample = TokenSample()
     sample.extend([1, 2], [1, 1], [(0, 2, "prompt")])
     sample.add(said((5, 6), (b"\5\0\0\0", b"\6\0\0\0")))
     sample.extend([7], [4], [(0, 1, "tool")])

@@ -66,7 +66,11 @@ def test_what_csv_says_stays_as_it_is_written(tmp_path):
     ("name", "content", "sentence"),
     [
         ("a.json", "[1, 2]", "row 1: a row must be a JSON object, this is a int"),
-        ("a.json", '[{"prompt": "x"}\n {"prompt": "y"}]', r"not a JSON array of rows \(line 2: Expecting ',' or '\]'"),
+        (
+            "a.json",
+            '[{"prompt": "x"}\n {"prompt": "y"}]',
+            r"not a JSON array of rows \(line 2: Expecting ',' delimiter",
+        ),
         ("a.json", '[{"prompt": "x"},', "not a JSON array of rows"),
         ("a.json", "[]", "holds no rows"),
         ("a.json", '{\n"data": []}', "line 1: not a JSON object"),

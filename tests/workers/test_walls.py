@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from rolecall.agents.pool import EnvPool, Failure
 from rolecall.errors import UserError
 from rolecall.marl.envs import open_envs
 from rolecall.rewards import RewardError, RewardPool, Sample
-from rolecall.rollout.agents.pool import EnvPool, Failure, Start
 from rolecall.workers import pool as pools
 
 HERE = Path(__file__).parent
@@ -211,15 +211,15 @@ def test_environments_have_the_same_walls(judge, secret):
     texts = ["environment MY_API_TOKEN", "needs MY_API_TOKEN", f"connects 127.0.0.1:{judge}", "sends 30"]
     env = f"{HERE / 'intruders.py'}:Env"
     with EnvPool(env, workers=1) as envs:
-        envs.start({i: Start(row={}, seed=i) for i in range(len(texts))})
-        replies = list(envs.step({i: {"role": "assistant", "content": t} for i, t in enumerate(texts)}).values())
+        envs.ask("start", {i: ({}, i) for i in range(len(texts))})
+        replies = list(envs.ask("step", {i: {"role": "assistant", "content": t} for i, t in enumerate(texts)}).values())
     assert replies[0].messages["agent"][0]["content"] == "0.0"
     assert all(isinstance(reply, Failure) for reply in replies[1:3])
     assert replies[1].reason.endswith("name it in agent.variables")
     assert replies[2].reason.endswith("set agent.network to give it one")
     with EnvPool(env, workers=1, network=True) as envs:
-        envs.start({0: Start(row={}, seed=0)})
-        (reply,) = envs.step({0: {"role": "assistant", "content": texts[2]}}).values()
+        envs.ask("start", {0: ({}, 0)})
+        (reply,) = envs.ask("step", {0: {"role": "assistant", "content": texts[2]}}).values()
     assert reply.messages["agent"][0]["content"] == "1.0"
 
 

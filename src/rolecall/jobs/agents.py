@@ -5,6 +5,9 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from rolecall.agents.environments import check_name
+from rolecall.agents.episodes import Arena
+from rolecall.agents.pool import EnvPool, Envs, Failure, LocalEnvs
 from rolecall.config.agents import AgentOptions
 from rolecall.config.given import GIVEN
 from rolecall.config.parts import ChatOptions, HeldOutOptions
@@ -12,13 +15,10 @@ from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
 from rolecall.jobs.data import check_named, check_templates, held_out, open_named
 from rolecall.policy.load import LoadedModel
-from rolecall.recipes.episodes import Arena
 from rolecall.rewards.records import Reward
-from rolecall.rollout.agents.pool import EnvPool, Envs, Failure, LocalEnvs, Start
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.agent_tasks import AGENT_TASKS
-from rolecall.tasks.env_names import check_name, is_task
-from rolecall.tasks.names import find_agent_task
+from rolecall.tasks.names import find_task, is_task
 from rolecall.tasks.rows import ListRows, Rows
 from rolecall.tasks.sources import RowsSource, Splits
 from rolecall.train.timing import Timer
@@ -105,7 +105,7 @@ def open_envs(env: EnvSource, options: AgentOptions, stack: ExitStack) -> Envs:
         check_named("environment", env)
         check_name(env)
         if env.partition(":")[0] in AGENT_TASKS:
-            return LocalEnvs(find_agent_task(env).env)
+            return LocalEnvs(find_task(env).env)
     limits: dict[str, Any] = {"network": options.network, "variables": options.variables}
     return stack.enter_context(EnvPool(env, workers=options.workers, deadline_s=options.deadline, **limits))
 
@@ -118,10 +118,10 @@ def try_out(env: EnvSource, envs: Envs, row: Mapping[str, Any]) -> None:
     if isinstance(env, str) and is_task(env):
         return
     label = env_label(env)
-    (found,) = envs.start({0: Start(row=row, seed=0)}).values()
+    (found,) = envs.ask("start", {0: (row, 0)}).values()
     if isinstance(found, Failure):
         raise UserError(f"environment {label} cannot begin an episode: {found.reason}")
-    (found,) = envs.step({0: {"role": "assistant", "content": "0"}}).values()
+    (found,) = envs.ask("step", {0: {"role": "assistant", "content": "0"}}).values()
     if isinstance(found, Failure) and found.wrong:
         raise UserError(f"environment {label} cannot go on with an episode: {found.reason}")
     if isinstance(found, Failure):

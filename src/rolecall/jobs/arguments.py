@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
+from rolecall.agents.adapters import ToolsEnv
 from rolecall.errors import UserError
 from rolecall.rewards.sources import name_of
-from rolecall.tasks.env_adapters import ToolsEnv
 
 ARGUMENTS = {
     "train_dataset": "rows",

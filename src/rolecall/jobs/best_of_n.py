@@ -15,7 +15,7 @@ from rolecall.jobs.running import Built, Run, unless_failed
 from rolecall.policy.load import reading
 from rolecall.recipes.ask import Asker
 from rolecall.recipes.best_of_n import BestOfN
-from rolecall.tasks.env_names import is_task
+from rolecall.tasks.names import is_task
 from rolecall.tasks.sources import RowsSource
 from rolecall.tasks.streams import head
 from rolecall.train.callbacks import Given

@@ -16,7 +16,7 @@ from rolecall.jobs.running import Built, Run, build_policy, loop_options, prepar
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.dpo import DPOLearner
 from rolecall.recipes.rendering import rendered_pairs
-from rolecall.tasks.env_names import is_task
+from rolecall.tasks.names import is_task
 from rolecall.tasks.sources import RowsSource
 from rolecall.train.callbacks import Given
 from rolecall.train.progress import Progress

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rolecall.agents.episodes import EnvOnly, EpisodeEvaluator
 from rolecall.config.eval import EvalOptions
 from rolecall.config.merge import make
 from rolecall.config.parts import HeldOutOptions
@@ -21,10 +22,9 @@ from rolecall.jobs.models import open_model, sampler, with_model
 from rolecall.jobs.prompting import AsMessages, prompting_of
 from rolecall.policy.load import reading
 from rolecall.policy.model import PolicyModel
-from rolecall.recipes.episodes import EnvOnly, EpisodeEvaluator
 from rolecall.recipes.evaluate import Evaluation, Evaluator
 from rolecall.rewards.records import Reward
-from rolecall.tasks.env_names import is_task
+from rolecall.tasks.names import is_task
 from rolecall.tasks.rows import Rows
 from rolecall.tasks.sources import RowsSource
 from rolecall.tasks.streams import head

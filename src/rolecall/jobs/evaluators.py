@@ -4,11 +4,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from rolecall.agents.episodes import EnvOnly, EpisodeEvaluator
 from rolecall.config.agents import AgentOptions
 from rolecall.jobs.agents import env_source, episode_rows, open_arena, open_envs
 from rolecall.jobs.data import open_reward, prompt_rows
 from rolecall.jobs.models import sampler
-from rolecall.recipes.episodes import EnvOnly, EpisodeEvaluator
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.rl import engine_weights
 from rolecall.tasks.rows import Rows

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from rolecall.agents.episodes import EnvOnly
 from rolecall.config.merge import make
 from rolecall.config.parts import HeldOutOptions
 from rolecall.config.play import PlayOptions
@@ -13,7 +14,6 @@ from rolecall.jobs.models import open_model, sampler, with_model
 from rolecall.jobs.prompting import prompting_of
 from rolecall.policy.load import reading
 from rolecall.policy.token_text import token_texts
-from rolecall.recipes.episodes import EnvOnly
 from rolecall.tasks.sources import RowsSource
 from rolecall.tasks.streams import head
 from rolecall.types import Finish, Trajectory

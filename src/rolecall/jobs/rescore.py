@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rolecall.agents.episodes import with_env
 from rolecall.config.merge import make
 from rolecall.config.parts import HeldOutOptions
 from rolecall.config.rescore import RescoreOptions
@@ -23,11 +24,10 @@ from rolecall.files import DiskError, write_atomically
 from rolecall.jobs.agents import env_source, episode_rows
 from rolecall.jobs.data import by_name, labelled, listed, open_reward, prompt_rows, unnamed
 from rolecall.jobs.notebook import spoken
-from rolecall.recipes.episodes import with_env
 from rolecall.recipes.records import as_json
 from rolecall.recipes.sampling import as_completion
 from rolecall.rewards.records import Reward, Sample, Scored, trainer_state
-from rolecall.tasks.env_names import is_task
+from rolecall.tasks.names import is_task
 from rolecall.tasks.rows import Rows
 from rolecall.tasks.sources import RowsSource
 from rolecall.tasks.streams import Stream

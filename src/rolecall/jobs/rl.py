@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rolecall.agents.episodes import Arena, EnvOnly, EpisodeEvaluator, Episodes
+from rolecall.agents.pool import Envs
 from rolecall.config.rl import RLOptions, weights_line
 from rolecall.errors import UserError
 from rolecall.experience.parquet import StoreError
@@ -24,13 +26,11 @@ from rolecall.policy.lora import has_adapter, merged
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.token_text import token_bytes
 from rolecall.recipes.collect import Collector, StoredAnswers, Unasked, run_state
-from rolecall.recipes.episodes import Arena, EnvOnly, EpisodeEvaluator, Episodes
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.guard import Guard
 from rolecall.recipes.records import Records
 from rolecall.recipes.rl import RLLearner
 from rolecall.rewards.records import Reward
-from rolecall.rollout.agents.pool import Envs
 from rolecall.rollout.engine import Engine, warn_if_support_is_cut
 from rolecall.tasks.rows import Rows
 from rolecall.tasks.sources import RowsSource

@@ -17,7 +17,7 @@ from rolecall.jobs.running import Built, Run, build_policy, loop_options, prepar
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.rendering import rendered_rows
 from rolecall.recipes.sft import SFTLearner
-from rolecall.tasks.env_names import is_task
+from rolecall.tasks.names import is_task
 from rolecall.tasks.rows import Rows
 from rolecall.tasks.sources import RowsSource
 from rolecall.train.callbacks import Given

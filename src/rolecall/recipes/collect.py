@@ -80,7 +80,24 @@ def run_state(options: Any, order: RowOrder | StreamOrder | None, step: int, *, 
     return trainer_state(step=step, steps=options.steps, taken=taken, rows=rows, per_step=options.prompts, rank=rank)
 
 
-class Answers:
+class OfRows:
+    """What collectors share: rows are taken in order. Of every step's prompts, rank r of n takes each n-th, from the r-th
+    on."""
+
+    def __init__(self, options: RLOptions, rows: Rows, *, rank: int, ranks: int) -> None:
+        self.options, self.rows, self.rank, self.ranks = options, rows, rank, ranks
+        self.order = order_of(rows, seed=options.seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the rows."""
+        return {"order": self.order.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.order.load_state_dict(state["order"])
+
+
+class Answers(OfRows):
     """One answer per sample: prompts are taken from the rows in order, each is answered `samples` times.
 
     With `resample`, as many new prompts are taken as groups turned out flat, until there is none or the rounds are used
@@ -100,10 +117,9 @@ class Answers:
         ranks: int = 1,
         all_sum: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> None:
-        """Of every step's prompts, rank r of n takes each n-th, from the r-th on; `all_sum` adds over ranks."""
-        self.options, self.policy, self.engine, self.reward, self.rows = options, policy, engine, reward, rows
-        self.timer, self.rank, self.ranks, self.all_sum = timer, rank, ranks, all_sum
-        self.order = order_of(rows, seed=options.seed)
+        """`all_sum` adds over ranks."""
+        super().__init__(options, rows, rank=rank, ranks=ranks)
+        self.policy, self.engine, self.reward, self.timer, self.all_sum = policy, engine, reward, timer, all_sum
 
     def collect(self, step: int) -> Collected:
         """Sample answers to the next prompts and score them."""
@@ -168,14 +184,6 @@ class Answers:
             return None
         start = sum(needs[: self.rank])
         return self.order.take(sum(needs))[start : start + missing]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the rows."""
-        return {"order": self.order.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        self.order.load_state_dict(state["order"])
 
 
 class StoredAnswers:

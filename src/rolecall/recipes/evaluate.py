@@ -1,5 +1,6 @@
 """How good a policy is on held-out rows: greedy accuracy, avg@k, pass@k, length, truncation, KL to the start."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,8 +37,37 @@ class Evaluation:
     scores: list[float | None]
 
 
-class Evaluator:
+class HeldOut(ABC):
     """Evaluates whatever weights the engine holds, always on the same rows with the same random numbers."""
+
+    def __init__(
+        self,
+        *,
+        rows: Rows,
+        sampling: Sampling,
+        samples: int = 1,
+        seed: int = 0,
+        reference: Reference | None = None,
+        state_at: Callable[[int], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """With `samples` > 1 also avg@k and pass@k and, given a reference, the KL to it on those samples. `state_at(step)`
+        is what rewards see as `trainer_state`."""
+        self.rows, self.sampling, self.samples, self.seed, self.reference = rows, sampling, samples, seed, reference
+        self.state: Mapping[str, Any] = {}
+        self._state_at = state_at or (lambda step: {"global_step": step})
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """The numbers alone, of a run that has taken so many steps."""
+        self.state = self._state_at(step)
+        return self.run().numbers
+
+    @abstractmethod
+    def run(self) -> Evaluation:
+        """Answer every row greedily, and `samples` times at the sampling temperature if asked."""
+
+
+class Evaluator(HeldOut):
+    """Of answers to prompts."""
 
     def __init__(
         self,
@@ -45,38 +75,20 @@ class Evaluator:
         policy: LoadedModel,
         engine: Engine,
         reward: Reward,
-        rows: Rows,
-        sampling: Sampling,
         chat: ChatOptions,
-        samples: int = 1,
-        seed: int = 0,
-        reference: Reference | None = None,
         train_reward: Reward | None = None,
         token_budget: int = 8192,
         timer: Timer | None = None,
-        state_at: Callable[[int], Mapping[str, Any]] | None = None,
+        **how: Any,
     ) -> None:
-        """With `samples` > 1 also avg@k and pass@k and, given a reference, the KL to it on those samples. `state_at(step)`
-        is what rewards see as `trainer_state`.
-
-        `train_reward` is told too, if it is not the reward that decides: when it rises and the other does not, the
-        policy has learned to please it.
-        """
+        """`train_reward` is told too, if it is not the reward that decides: when it rises and the other does not, the
+        policy has learned to please it. `how` is for `HeldOut`."""
+        super().__init__(**how)
         self.train_reward = train_reward
-        self.policy, self.engine, self.reward, self.rows = policy, engine, reward, rows
-        self.sampling, self.chat, self.samples, self.seed = sampling, chat, samples, seed
-        self.reference, self.token_budget = reference, token_budget
-        self.timer = timer or Timer()
-        self._state: Mapping[str, Any] = {}
-        self._state_at = state_at or (lambda step: {"global_step": step})
-
-    def __call__(self, step: int) -> dict[str, float]:
-        """The numbers alone, of a run that has taken so many steps."""
-        self._state = self._state_at(step)
-        return self.run().numbers
+        self.policy, self.engine, self.reward, self.chat = policy, engine, reward, chat
+        self.token_budget, self.timer = token_budget, timer or Timer()
 
     def run(self) -> Evaluation:
-        """Answer every row greedily, and `samples` times at the sampling temperature if asked."""
         _, completions = self._answer(replace(self.sampling, temperature=0.0), 1)
         answers = [answer_text(self.policy, c) for c in completions]
         totals = self._score(self.reward, completions, answers)
@@ -135,7 +147,7 @@ class Evaluator:
             )
             for c, answer in zip(completions, answers, strict=True)
         ]
-        found = [scored.total for scored in reward.score(samples, state=self._state)]
+        found = [scored.total for scored in reward.score(samples, state=self.state)]
         reward.take_metrics()  # so that what evaluations log and count is not mistaken for training's
         return found
 

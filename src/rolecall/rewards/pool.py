@@ -1,13 +1,11 @@
 """Reward functions run in worker processes, so that none of them can stop or slow down the run for ever."""
 
 import logging
-import pickle
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import fsum
-from time import monotonic
-from typing import Any, Self
+from typing import Any
 
 from rolecall.errors import out_of_range
 from rolecall.rewards.calling import no_column
@@ -15,7 +13,6 @@ from rolecall.rewards.records import RewardError, Sample, Scored, trainer_state
 from rolecall.rewards.round import Job, Round
 from rolecall.rewards.sources import ANSWER_COLUMNS, BUILT_IN, Named, Source, pack
 from rolecall.workers.pool import Broken, WorkerPool
-from rolecall.workers.process import Worker
 from rolecall.workers.walls import Walls
 
 logger = logging.getLogger("rolecall.rewards")
@@ -24,7 +21,7 @@ _NAMED_FAILURES = 5
 """So many failures per function and call are named one by one in the log; the rest are counted."""
 
 
-class RewardPool:
+class RewardPool(WorkerPool):
     """The `Reward` of a list of functions and their weights.
 
     A function of TRL's kind is called once with all samples. If that call fails (an exception, a crash, the deadline,
@@ -49,22 +46,15 @@ class RewardPool:
         packed = pack(functions)
         self.names = tuple(p.name for p in packed)
         self.weights = tuple(float(w) for w in weights) if weights is not None else (1.0,) * len(packed)
-        self.deadline_s, self.memory_mb, self.say_after_s = deadline_s, memory_mb, say_after_s
+        self.say_after_s = say_after_s
         if len(self.weights) != len(packed):
             raise RewardError(f"{len(packed)} reward functions need as many weights, got {len(self.weights)}")
         if workers < 1 or not deadline_s > 0:
             raise RewardError(f"a reward pool needs workers >= 1 and deadline_s > 0, got {workers} and {deadline_s}")
-        self._lock = threading.Lock()
-        self._logged: dict[str, list[float]] = defaultdict(list)
-        self._failed: dict[str, int] = dict.fromkeys(self.names, 0)
-        self._silent: set[str] = set()
-        self._checked = False
-        self.advance: Callable[[int, int, str], None] = lambda done, total, unit: None
-        self._verifiers = tuple(p.name for p in packed if p.module in BUILT_IN.values())
-        self._pool = WorkerPool(
+        super().__init__(
             "rolecall.rewards.worker",
-            [pickle.dumps({"functions": packed})] * workers,
-            what=f"reward{'s' if len(self.names) > 1 else ''} {', '.join(f'`{name}`' for name in self.names)}",
+            [packed] * workers,
+            what=f"reward{'s' if len(packed) > 1 else ''} {', '.join(f'`{name}`' for name in self.names)}",
             error=RewardError,
             deadline_s=deadline_s,
             walls=Walls(
@@ -74,28 +64,19 @@ class RewardPool:
                 options=("reward_network", "reward_variables"),
             ),
         )
-        known = self._pool.ready or {}
-        self.styles: tuple[str, ...] = tuple(known["styles"])
-        self._columns: tuple[tuple[str, ...], ...] = tuple(tuple(columns) for columns in known["columns"])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the workers."""
-        self._pool.close()
-
-    @property
-    def worker_pids(self) -> tuple[int, ...]:
-        """The worker processes of this moment."""
-        return self._pool.pids
+        self.styles: tuple[str, ...] = tuple(self.ready["styles"])
+        self._columns: tuple[tuple[str, ...], ...] = tuple(map(tuple, self.ready["columns"]))
+        self._lock = threading.Lock()
+        self._logged: dict[str, list[float]] = defaultdict(list)
+        self._failed: dict[str, int] = dict.fromkeys(self.names, 0)
+        self._silent: set[str] = set()
+        self._checked = False
+        self.advance: Callable[[int, int, str], None] = lambda done, total, unit: None
+        self._verifiers = tuple(p.name for p in packed if p.module in BUILT_IN.values())
 
     def score(self, samples: Sequence[Sample], *, state: Mapping[str, Any] | None = None) -> list[Scored]:
         """One result per sample, in order. `state` is what functions see as `trainer_state`; what it leaves out is 0."""
-        if self._pool.closed:
+        if self.closed:
             raise RewardError("this reward pool is closed; make a new one")
         if not samples:
             return []
@@ -103,17 +84,30 @@ class RewardPool:
             self._check_wanted(tuple(dict.fromkeys(name for sample in samples for name in sample.row)))
         with self._lock:
             whole = {**trainer_state(), **(state or {})}
-            this = Round(samples, styles=self.styles, workers=len(self._pool.workers), state=whole)
+            this = Round(samples, styles=self.styles, workers=len(self.workers), state=whole)
+
+            def heard(job: Job, said: dict[str, Any] | Broken) -> None:
+                if isinstance(said, Broken):
+                    this.broke(job, said.how, said.why)
+                else:
+                    this.heard(job, said, name=self.names[job.function])
+                self.advance(this.known, len(samples) * len(self.names), "rewards")
+
+            def waiting(job: Job, seconds: float) -> None:
+                name, on = self.names[job.function], this.current(job)
+                logger.warning("reward `%s` has been waiting %.0f s on %s", name, seconds, on)
+
             try:
-                while not this.finished:
-                    self._hand_out(this)
-                    self._listen(this)
-                    self.advance(this.known, len(samples) * len(self.names), "rewards")
+                self.run(
+                    [this.queue] * len(self.workers),
+                    pack=lambda job, worker: this.payload(job),
+                    heard=heard,
+                    waiting=waiting,
+                    say_after_s=self.say_after_s,
+                )
             except RewardError as error:  # the run was under way: not a mistake of the command line
                 error.exit_code = 1 if error.exit_code == 2 else error.exit_code
                 raise
-            finally:
-                self._pool.drop_jobs()
             this.settle()
             return self._collect(this, samples)
 
@@ -153,43 +147,6 @@ class RewardPool:
         self._logged.clear()
         self._failed = dict.fromkeys(self.names, 0)
         return taken
-
-    def _hand_out(self, this: Round) -> None:
-        for worker in [w for w in self._pool.workers if w.ready and w.job is None]:
-            if not this.queue:
-                return
-            job = this.queue.popleft()
-            if self._pool.give(worker, job, this.payload(job)):
-                job.said_at = self.say_after_s
-            else:  # it had died while idle: nobody's fault
-                this.queue.appendleft(job)
-
-    def _listen(self, this: Round) -> None:
-        now = monotonic()
-        busy = [w for w in self._pool.workers if w.job is not None]
-        patience = min([1.0, *(max(0.0, w.job.said_at - (now - w.since)) for w in busy)])
-        for worker, job, said in self._pool.hear(patience=patience):
-            job.said_at = self.say_after_s
-            if isinstance(said, Broken):
-                late = f"no answer within deadline_s={self.deadline_s:g}; it was killed"
-                this.broke(job, said.how, late if said.how == "deadline" else said.why)
-            elif worker in self._pool.workers:  # else it was replaced because of an earlier message
-                self._heard(this, worker, job, said)
-        for worker in [w for w in self._pool.workers if w.job is not None]:
-            waited = monotonic() - worker.since
-            if waited >= worker.job.said_at:
-                worker.job.said_at *= 2
-                name, on = self.names[worker.job.function], this.current(worker.job)
-                logger.warning("reward `%s` has been waiting %.0f s on %s", name, waited, on)
-
-    def _heard(self, this: Round, worker: Worker, job: Job, message: dict[str, Any]) -> None:
-        try:
-            this.heard(job, message, name=self.names[job.function])
-        except RewardError:
-            raise
-        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):  # a worker that was taken over
-            self._pool.replace(worker)
-            this.broke(job, "crash", "its worker process sent something unreadable")
 
     def _collect(self, this: Round, samples: Sequence[Sample]) -> list[Scored]:
         for _, metrics in sorted(this.metrics.items()):

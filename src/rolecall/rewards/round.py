@@ -29,8 +29,6 @@ class Job:
     """first; alone: to find out which sample makes a call fail; again: those that do not, together."""
     reported: int = 0
     """How many of the samples have been heard of."""
-    said_at: float = 0.0
-    """Seconds of waiting after which to say next that it takes long."""
 
 
 class Round:

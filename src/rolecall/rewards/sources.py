@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any
 
 from rolecall.rewards.records import RewardError
-from rolecall.workers.load import load_object, split_name
+from rolecall.workers.load import load_object, pickle_callable, split_name
 
 BUILT_IN = {
     "exact": "rolecall.rewards.verifiers",
@@ -88,7 +88,12 @@ def _pack_one(source: Source, name: str | None) -> Packed:
             f"reward `{name or repr(source)}` is a {type(source).__name__}, not a function or the name of one"
         )
     if callable(source):
-        return Packed(name=name or name_of(source), pickled=_pickle(source))
+        what, advice = (
+            f"reward `{name_of(source)}`",
+            "name it 'file.py:function', or create what it holds inside the call",
+        )
+        pickled = pickle_callable(source, what=what, advice=advice, error=RewardError)
+        return Packed(name=name or name_of(source), pickled=pickled)
     if ":" in source:
         module, function = split_name(source, what=f"reward {source!r}", error=RewardError)
         return Packed(name=name or function.rpartition(".")[2], module=module, function=function)
@@ -104,20 +109,6 @@ def name_of(function: Callable[..., Any]) -> str:
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__)).strip("<>")  # a lambda's is <lambda>
-
-
-def _pickle(function: Callable[..., Any]) -> bytes:
-    # Functions of an importable module travel by name, those of a script, notebook, closure or lambda by value.
-    import cloudpickle
-
-    try:
-        packed: bytes = cloudpickle.dumps(function)
-    except Exception as error:
-        raise RewardError(
-            f"reward `{name_of(function)}` cannot be sent to a worker process ({type(error).__name__}: {error}); move "
-            f"it into a file and name it 'file.py:function', or create what it holds inside the call"
-        ) from error
-    return packed
 
 
 def open_packed(packed: Packed) -> Callable[..., Any]:

@@ -1,17 +1,17 @@
 """Reward functions in a worker process."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rolecall.rewards.calling import Answers, Log, RewardFunction, inspect_function
 from rolecall.rewards.records import RewardError
-from rolecall.rewards.sources import open_packed
+from rolecall.rewards.sources import Packed, open_packed
 from rolecall.workers.child import Answer, Send, described
 
 
-def open_worker(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Answer]:
-    """(what the pool is told of the functions, what scores answers)."""
-    functions = [inspect_function(packed.name, open_packed(packed)) for packed in setup["functions"]]
+def open_worker(setup: Sequence[Packed]) -> tuple[dict[str, Any], Answer]:
+    """(what the pool needs to know of the functions, what scores answers)."""
+    functions = [inspect_function(packed.name, open_packed(packed)) for packed in setup]
 
     def answer(job: Mapping[str, Any], send: Send) -> None:
         function, answers = functions[job["function"]], Answers(**job["answers"])

@@ -4,41 +4,21 @@
     guessing:high=7,tries=3       1 to 7  ->  4  ->  higher  ->  6  ->  lower  ->  5
     kuhn                          two players of Kuhn poker, in `tasks.kuhn`
 
-Each is both a task (rows, demonstrations to imitate) and the environment its episodes are played in.
+Each is both a task (`rows`, and `gold`, the rest of an episode to imitate) and, by `env`, what makes the environment of
+one episode.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
-from rolecall.tasks.builtin import Drawn, Problem, Split
-from rolecall.tasks.env import Env, Game, Message, Step
+from rolecall.tasks.builtin import BuiltIn, Drawn, Problem, Split, whole
+from rolecall.tasks.env import Message, Step
 from rolecall.tasks.expressions import NotArithmetic, parse_expression
 from rolecall.tasks.kuhn import Kuhn
-from rolecall.tasks.rows import ListRows, RowError, Rows, share_of
-from rolecall.tasks.tools import answer_call, find_calls
-
-
-class AgentTask(Protocol):
-    """Rows with an environment to play them in."""
-
-    @property
-    def name(self) -> str:
-        """With its options."""
-        ...
-
-    def rows(self, split: Split, *, n: int, seed: int = 0) -> Rows:
-        """At most n rows; `prompt` holds the messages the policy reads first."""
-        ...
-
-    def gold(self, row: Mapping[str, Any]) -> Sequence[Message]:
-        """The rest of an episode to imitate."""
-        ...
-
-    def env(self) -> Env | Game:
-        """A fresh environment, for one episode."""
-        ...
+from rolecall.tasks.rows import ListRows, Rows, share_of
+from rolecall.tasks.tools import call_tools
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +29,7 @@ class Calculator(Drawn):
     learnt is to call.
     """
 
-    kind: ClassVar[str] = "calculator"
-    limits: ClassVar[Mapping[str, tuple[int, int]]] = {"digits": (1, 18)}
-    digits: int = 2
+    digits: int = whole(2, 1, 18)
     """Of each number."""
 
     def draw(self, rng: Random) -> Problem:
@@ -81,13 +59,9 @@ class CalculatorEnv:
         return row["prompt"]
 
     def step(self, message: Message) -> Step:
-        calls = find_calls(message["content"], ("calc",))
-        if not calls:
-            return Step(reward=float(message["content"].strip() == self.answer), done=True)
-        answers = [answer_call(call, {"calc": calculate}) for call in calls]
-        failed = sum(not well for _, well in answers)
-        counts = {"tool_calls": float(len(calls)), "tool_failures": float(failed)}
-        return Step(messages=[said for said, _ in answers], counts=counts)
+        text = message["content"]
+        called = call_tools(text, {"calc": calculate}, short=("calc",))
+        return called or Step(reward=float(text.strip() == self.answer), done=True)
 
 
 def calculate(expression: str) -> str:
@@ -99,29 +73,17 @@ def calculate(expression: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guessing:
+class Guessing(BuiltIn):
     """A number to be found in a few tries; after each the policy hears `higher` or `lower`.
 
     Three demonstrations in four count up from 1, whatever they hear; one halves what is left, which finds every number
     with the defaults: what is to be learnt is to halve.
     """
 
-    kind: ClassVar[str] = "guessing"
-    reward: ClassVar[None] = None
-    high: int = 7
+    high: int = whole(7, 2, 10**6)
     """The numbers are 1 to this."""
-    tries: int = 3
+    tries: int = whole(3, 1, 100)
     """How many guesses there are."""
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.high <= 10**6 or not 1 <= self.tries <= 100:
-            raise RowError(
-                f"task guessing: high must lie in 2 to 1000000 and tries in 1 to 100, got {self.high}, {self.tries}"
-            )
-
-    @property
-    def name(self) -> str:
-        return f"guessing:high={self.high},tries={self.tries}"
 
     def rows(self, split: Split, *, n: int, seed: int = 0) -> Rows:
         """The secrets of both splits are drawn from all numbers: the policy never reads them."""
@@ -178,5 +140,5 @@ def _assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-AGENT_TASKS: dict[str, Callable[..., AgentTask]] = {"calculator": Calculator, "guessing": Guessing, "kuhn": Kuhn}
+AGENT_TASKS: dict[str, type[BuiltIn]] = {"calculator": Calculator, "guessing": Guessing, "kuhn": Kuhn}
 """The built-in tasks of several turns, by name."""

@@ -11,7 +11,7 @@ same but for their order (17+58 and 58+17) have the same hash.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from random import Random
 from string import ascii_lowercase
@@ -33,7 +33,7 @@ class Task(Protocol):
 
     @property
     def name(self) -> str:
-        """With its options, as `task` understands it; rows carry it in the column `task`."""
+        """With its options, as `find_task` understands it; rows carry it in the column `task`."""
         ...
 
     @property
@@ -66,22 +66,40 @@ class Problem:
     """What makes it this problem, apart from order: decides whether it is held out."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Drawn(ABC):
-    """What the built-in tasks share: problems are drawn one by one and sorted into the two sides."""
+def whole(default: int, low: int, high: int) -> Any:
+    """An option of a task: a whole number within limits."""
+    return field(default=default, metadata={"limits": (low, high)})
 
-    kind: ClassVar[str]
-    limits: ClassVar[Mapping[str, tuple[int, int]]]
-    reward: ClassVar[str] = "rolecall.tasks.scoring:task"
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltIn:
+    """What all built-in tasks share: a name with options, which are checked."""
+
+    reward: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        for option, (low, high) in self.limits.items():
-            if not low <= getattr(self, option) <= high:
-                raise RowError(f"task {self.kind}: {option} must lie in {low} to {high}, got {getattr(self, option)}")
+        for option in fields(self):
+            (low, high), value = option.metadata["limits"], getattr(self, option.name)
+            if not low <= value <= high:
+                raise RowError(f"task {self.kind}: {option.name} must lie in {low} to {high}, got {value}")
+
+    @property
+    def kind(self) -> str:
+        """The name without options."""
+        return type(self).__name__.lower()
 
     @property
     def name(self) -> str:
-        return f"{self.kind}:" + ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+        """The name with its options."""
+        options = ",".join(f"{option.name}={getattr(self, option.name)}" for option in fields(self))
+        return f"{self.kind}:{options}" if options else self.kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn(BuiltIn, ABC):
+    """Problems of one answer, drawn one by one and sorted into the two sides."""
+
+    reward: ClassVar[str | None] = "rolecall.tasks.scoring:task"
 
     def rows(self, split: Split, *, n: int, seed: int = 0) -> Rows:
         if split not in ("train", "test"):
@@ -118,9 +136,7 @@ class Drawn(ABC):
 class Addition(Drawn):
     """Two numbers of up to `digits` digits."""
 
-    kind: ClassVar[str] = "addition"
-    limits: ClassVar[Mapping[str, tuple[int, int]]] = {"digits": (1, 18)}
-    digits: int = 2
+    digits: int = whole(2, 1, 18)
     """Of each number."""
 
     def draw(self, rng: Random) -> Problem:
@@ -132,9 +148,7 @@ class Addition(Drawn):
 class Sorting(Drawn):
     """Digits to be put in order, smallest first."""
 
-    kind: ClassVar[str] = "sorting"
-    limits: ClassVar[Mapping[str, tuple[int, int]]] = {"length": (2, 64)}
-    length: int = 5
+    length: int = whole(5, 2, 64)
     """How many digits."""
 
     def draw(self, rng: Random) -> Problem:
@@ -147,9 +161,7 @@ class Sorting(Drawn):
 class Reversal(Drawn):
     """Letters to be written backwards."""
 
-    kind: ClassVar[str] = "reversal"
-    limits: ClassVar[Mapping[str, tuple[int, int]]] = {"length": (1, 64)}
-    length: int = 5
+    length: int = whole(5, 1, 64)
     """How many letters."""
 
     def draw(self, rng: Random) -> Problem:
@@ -161,11 +173,9 @@ class Reversal(Drawn):
 class Countdown(Drawn):
     """An expression that uses each of the numbers once and has the value asked for; any such expression is right."""
 
-    kind: ClassVar[str] = "countdown"
-    limits: ClassVar[Mapping[str, tuple[int, int]]] = {"numbers": (2, 8), "largest": (2, 999)}
-    numbers: int = 3
+    numbers: int = whole(3, 2, 8)
     """How many numbers there are."""
-    largest: int = 9
+    largest: int = whole(9, 2, 999)
     """They lie between 1 and this."""
 
     def draw(self, rng: Random) -> Problem:
@@ -191,7 +201,7 @@ class Countdown(Drawn):
         return float(value == int(target) and sorted(used) == sorted(map(int, numbers.split())))
 
 
-BUILT_IN = {task.kind: task for task in (Addition, Sorting, Reversal, Countdown)}
+BUILT_IN = {task.__name__.lower(): task for task in (Addition, Sorting, Reversal, Countdown)}
 """The built-in tasks by name."""
 
 

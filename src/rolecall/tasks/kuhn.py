@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
 from random import Random
-from typing import Any, ClassVar
+from typing import Any
 
-from rolecall.tasks.builtin import Split
+from rolecall.tasks.builtin import BuiltIn, Split
 from rolecall.tasks.env import Message, Move
 from rolecall.tasks.rows import ListRows, Rows
 
@@ -33,15 +33,8 @@ Strategy = Mapping[tuple[str, str, str], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kuhn:
+class Kuhn(BuiltIn):
     """Both players are the policy; each side's words train for that side only."""
-
-    kind: ClassVar[str] = "kuhn"
-    reward: ClassVar[None] = None
-
-    @property
-    def name(self) -> str:
-        return "kuhn"
 
     def rows(self, split: Split, *, n: int, seed: int = 0) -> Rows:
         """Deals; `prompt` and `player` are one side's, for demonstrations."""

@@ -120,16 +120,13 @@ def read_rows(path: str | Path, *, split: str | None = None) -> Rows:
 def _read_file(path: Path) -> Rows:
     zipped = path.suffix == ".gz"
     kind = path.with_suffix("").suffix if zipped else path.suffix
+    if kind in (".parquet", ".arrow") and not zipped:
+        return ArrowRows(_table([path], parquet=kind == ".parquet"))
     if kind in (".jsonl", ".ndjson"):
         return JsonRows(path, _unzipped(path) if zipped else None)
-    if kind == ".json":
-        return _json(path, _unzipped(path) if zipped else path.read_bytes())
-    if kind in (".csv", ".tsv"):
-        return ArrowRows(_csv(path, _unzipped(path) if zipped else path.read_bytes(), tabs=kind == ".tsv"))
-    if kind == ".parquet" and not zipped:
-        return ArrowRows(_parquet([path]))
-    if kind == ".arrow" and not zipped:
-        return ArrowRows(_arrow([path]))
+    if kind in (".json", ".csv", ".tsv"):
+        content = _unzipped(path) if zipped else path.read_bytes()
+        return _json(path, content) if kind == ".json" else ArrowRows(_csv(path, content, tabs=kind == ".tsv"))
     raise RowError(
         f"{path} is not a file of rows: its name must end in {', '.join(SUFFIXES)}, or .jsonl.gz, .json.gz, .csv.gz"
     )
@@ -148,36 +145,17 @@ def _json(path: Path, content: bytes) -> Rows:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RowError(f"{path} is not text in UTF-8: {error}") from error
-    position = len(text) - len(text.lstrip())
-    if text[position : position + 1] != "[":
+    if not text.lstrip().startswith("["):
         return JsonRows(path, content)
-    lines, decoder, number = io.BytesIO(), json.JSONDecoder(), 0
-    position = _blank(text, position + 1)
     try:
-        while text[position : position + 1] != "]":
-            row, position = decoder.raw_decode(text, position)
-            number += 1
-            if type(row) is not dict:
-                raise RowError(f"{path}, row {number}: a row must be a JSON object, this is a {type(row).__name__}")
-            lines.write(json.dumps(row).encode() + b"\n")
-            position = _blank(text, position)
-            if text[position : position + 1] == ",":
-                position = _blank(text, position + 1)
-            elif text[position : position + 1] != "]":
-                raise json.JSONDecodeError("Expecting ',' or ']'", text, position)
-        if text[position + 1 :].strip():
-            raise json.JSONDecodeError("Extra data", text, position + 1)
+        rows = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         where = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise RowError(f"{path} is not a JSON array of rows ({where})") from error
-    return JsonRows(path, lines.getvalue(), unit="row")
-
-
-def _blank(text: str, position: int) -> int:
-    """The first position from here on that is not white space."""
-    while text[position : position + 1] in (" ", "\n", "\r", "\t"):
-        position += 1
-    return position
+    for number, row in enumerate(rows, 1):
+        if type(row) is not dict:
+            raise RowError(f"{path}, row {number}: a row must be a JSON object, this is a {type(row).__name__}")
+    return JsonRows(path, "\n".join(map(json.dumps, rows)).encode(), unit="row")
 
 
 def _csv(path: Path, content: bytes, *, tabs: bool) -> Any:
@@ -224,10 +202,10 @@ def _read_folder(path: Path, split: str | None) -> Rows:
         raise RowError(f"{path} has no splits; leave out split={split!r}")
     if (path / "state.json").is_file():
         files = json.loads((path / "state.json").read_text())["_data_files"]
-        return ArrowRows(_arrow([path / file["filename"] for file in files]))
+        return ArrowRows(_table([path / file["filename"] for file in files], parquet=False))
     parquet, lines = sorted(path.glob("*.parquet")), sorted(path.glob("*.jsonl"))
     if parquet and not lines:
-        return ArrowRows(_parquet(parquet))
+        return ArrowRows(_table(parquet, parquet=True))
     if len(lines) == 1 and not parquet:
         return JsonRows(lines[0])
     raise RowError(
@@ -235,31 +213,23 @@ def _read_folder(path: Path, split: str | None) -> Rows:
     )
 
 
-def _parquet(paths: Sequence[Path]) -> Any:
+def _table(paths: Sequence[Path], *, parquet: bool) -> Any:
+    """One table of all files, Arrow's mapped."""
     import pyarrow
     import pyarrow.parquet
 
+    def read(path: Path) -> Any:
+        if parquet:
+            return pyarrow.parquet.ParquetFile(path).read()
+        return pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
+
     try:
-        return pyarrow.concat_tables(
-            [pyarrow.parquet.ParquetFile(path).read() for path in paths], promote_options="default"
-        )
+        return pyarrow.concat_tables([read(path) for path in paths], promote_options="default" if parquet else "none")
     except MemoryError:  # some of Arrow's exceptions are
         raise
-    except pyarrow.ArrowException as error:
-        raise RowError(f"{', '.join(map(str, paths))} cannot be read as Parquet: {_first_line(error)}") from error
-
-
-def _arrow(paths: Sequence[Path]) -> Any:
-    import pyarrow
-
-    try:
-        return pyarrow.concat_tables(
-            [pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all() for path in paths]
-        )
-    except MemoryError:
-        raise
     except (pyarrow.ArrowException, OSError) as error:
-        raise RowError(f"{', '.join(map(str, paths))} cannot be read as Arrow: {_first_line(error)}") from error
+        kind = "Parquet" if parquet else "Arrow"
+        raise RowError(f"{', '.join(map(str, paths))} cannot be read as {kind}: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:

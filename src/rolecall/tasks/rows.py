@@ -96,14 +96,18 @@ def split(rows: Rows, *, held_out: float, seed: int = 0) -> tuple[Rows, Rows]:
         raise RowError(f"held_out must lie between 0 and 1 (a share of the prompts), got {held_out}")
     sides: tuple[array[int], array[int]] = array("Q"), array("Q")
     for index, row in enumerate(rows):
-        content = row if row.get("prompt") is None else row["prompt"]
-        sides[share_of(content, seed=seed) < held_out].append(index)
+        sides[is_held_out(row, held_out, seed=seed)].append(index)
     for name, side in zip(("train", "test"), sides, strict=True):
         if not side:
             raise RowError(
                 f"held_out={held_out} of {len(rows)} rows leaves no {name} row; change the share or the seed"
             )
     return ChosenRows(rows, sides[0]), ChosenRows(rows, sides[1])
+
+
+def is_held_out(row: Row, share: float, *, seed: int = 0) -> bool:
+    """Whether a row is among the share of prompts that is held out, by a hash of its prompt or, without one, of the row."""
+    return share_of(row if row.get("prompt") is None else row["prompt"], seed=seed) < share
 
 
 def place_of(rows: Rows, index: int) -> str:

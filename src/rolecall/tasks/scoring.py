@@ -4,16 +4,12 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from rolecall.tasks.builtin import Task
 from rolecall.tasks.names import find_task
+
+_find = cache(find_task)
 
 
 def task(completion_text: str, row: Mapping[str, Any]) -> float | None:
     """What the row's own task says of the answer; None if the row is of no task."""
     name = row.get("task")
     return None if name is None else _find(str(name)).score(completion_text, row)
-
-
-@cache
-def _find(name: str) -> Task:
-    return find_task(name)

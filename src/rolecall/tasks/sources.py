@@ -48,14 +48,13 @@ class DatasetRows:
 
 def splits_of(given: Any) -> Splits:
     """The rows of an object from Python."""
-    package, name = type(given).__module__.partition(".")[0], type(given).__name__
     if isinstance(given, Splits):
         return given
     if isinstance(given, Mapping):
         if not given or not all(hasattr(rows, "__iter__") and not isinstance(rows, str) for rows in given.values()):
             raise RowError("rows are a dict, which is one row or none: give a list of dicts, or a dict of splits")
         return _splits({str(split): rows for split, rows in given.items()}, lambda split: _table(given[split]))
-    return Splits(train=_table(given, package, name))
+    return Splits(train=_table(given))
 
 
 def named_splits(name: str) -> Splits:
@@ -85,9 +84,8 @@ def _splits(names: Iterable[str], read: Callable[[str], Rows]) -> Splits:
     return Splits(train=read(train), test=None if test is None else read(test))
 
 
-def _table(given: Any, package: str | None = None, name: str | None = None) -> Rows:
-    package = type(given).__module__.partition(".")[0] if package is None else package
-    name = type(given).__name__ if name is None else name
+def _table(given: Any) -> Rows:
+    package, name = type(given).__module__.partition(".")[0], type(given).__name__
     rows: Rows
     if package == "datasets" and name == "Dataset":
         rows = DatasetRows(given)
@@ -100,7 +98,10 @@ def _table(given: Any, package: str | None = None, name: str | None = None) -> R
     elif hasattr(given, "columns") and hasattr(given, "__getitem__") and hasattr(given, "__len__"):
         rows = given
     elif isinstance(given, Sequence) and not isinstance(given, str | bytes):
-        rows = _listed(given)
+        wrong = next((index for index, row in enumerate(given) if not isinstance(row, Mapping)), None)
+        if wrong is not None:
+            raise RowError(f"row {wrong} must be a dict of columns, it is a {type(given[wrong]).__name__}")
+        rows = ListRows(given)
     elif isinstance(given, Iterator):
         raise RowError(
             "rows are a generator, which can be read once only, so a run could not be resumed: give a list, or "
@@ -115,13 +116,6 @@ def _table(given: Any, package: str | None = None, name: str | None = None) -> R
     if not len(rows):
         raise RowError("there are no rows")
     return rows
-
-
-def _listed(given: Sequence[Any]) -> Rows:
-    for index, row in enumerate(given):
-        if not isinstance(row, Mapping):
-            raise RowError(f"row {index} must be a dict of columns, it is a {type(row).__name__}")
-    return ListRows(given)
 
 
 def _frame(frame: Any) -> Rows:

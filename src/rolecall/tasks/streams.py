@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from rolecall.tasks.rows import ChosenRows, ListRows, Row, RowError, Rows, share_of
+from rolecall.tasks.rows import ChosenRows, ListRows, Row, RowError, Rows, is_held_out
 
 _WINDOW = 4096
 """Rows of a stream that are kept after they were read."""
@@ -123,12 +123,7 @@ def first_of(rows: Rows, n: int) -> Iterator[tuple[int, Row]]:
 
 def split_stream(rows: Stream, *, held_out: float, n: int) -> tuple[Stream, Rows]:
     """(the stream without held-out rows, the first n that are held out), by the hash that `split` uses."""
-
-    def is_held_out(row: Row) -> bool:
-        content = row if row.get("prompt") is None else row["prompt"]
-        return share_of(content) < held_out
-
-    test = ListRows(islice((row for row in rows if is_held_out(row)), n))
+    test = ListRows(islice((row for row in rows if is_held_out(row, held_out)), n))
     if not len(test):
         raise RowError(f"held_out={held_out} of the stream leaves no test row; change the share, or give eval.data")
-    return rows.kept(lambda _, row: None if is_held_out(row) else row), test
+    return rows.kept(lambda _, row: None if is_held_out(row, held_out) else row), test

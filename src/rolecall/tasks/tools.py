@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from rolecall.tasks.env import Message
+from rolecall.tasks.env import Message, Step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +41,15 @@ def find_calls(text: str, tools: Sequence[str] = ()) -> list[ToolCall]:
         pattern = re.compile(rf"<{re.escape(name)}>(.*?)(</{re.escape(name)}>|$)", re.DOTALL)
         found += [(match.start(), _short_call(name, match)) for match in pattern.finditer(text)]
     return [call for _, call in sorted(found, key=lambda pair: pair[0])]
+
+
+def call_tools(text: str, tools: Mapping[str, Callable[..., Any]], *, short: Sequence[str]) -> Step | None:
+    """What comes of all calls in a text, counted; None if there is none. `short` are the tools with a short form."""
+    calls = find_calls(text, short)
+    answers = [answer_call(call, tools) for call in calls]
+    failed = sum(not well for _, well in answers)
+    counts = {"tool_calls": float(len(calls)), "tool_failures": float(failed)}
+    return Step(messages=[said for said, _ in answers], counts=counts) if calls else None
 
 
 def answer_call(call: ToolCall, tools: Mapping[str, Callable[..., Any]]) -> tuple[Message, bool]:

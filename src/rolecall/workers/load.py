@@ -41,6 +41,21 @@ def load_object(module: str, attribute: str, *, what: str, error: MakeError) -> 
     return found
 
 
+def pickle_callable(given: Callable[..., Any], *, what: str, advice: str, error: MakeError) -> bytes:
+    """A callable as it travels to a worker. `what` begins the sentence of one that cannot, `advice` ends it.
+
+    What an importable module defines travels by name; a function of a script, a notebook or another function by value.
+    """
+    import cloudpickle
+
+    try:
+        packed: bytes = cloudpickle.dumps(given)
+    except Exception as failure:
+        why = f"{type(failure).__name__}: {failure}"
+        raise error(f"{what} cannot be sent to a worker process ({why}); move it into a file and {advice}") from failure
+    return packed
+
+
 def _import_file(path: Path) -> Any:
     sys.path.insert(0, str(path.parent))  # so that it can import its neighbours
     spec = importlib.util.spec_from_file_location(path.stem, path)

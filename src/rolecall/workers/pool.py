@@ -1,14 +1,18 @@
 """Worker processes that are given jobs, heard, and replaced when they hang or die."""
 
 import logging
+import pickle
 import sys
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from multiprocessing.connection import wait
 from time import monotonic, sleep
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+from rolecall.errors import UserError
 from rolecall.visible import visible_text
 from rolecall.workers.load import MakeError
 from rolecall.workers.process import Gone, Nonsense, Worker
@@ -28,6 +32,10 @@ class Broken:
     how: Literal["crash", "deadline"]
     why: str
     """In words."""
+
+
+Pack = Callable[[Any, Worker], bytes | None]
+Heard = Callable[[Any, dict[str, Any] | Broken], None]
 
 
 class _Namespaces:
@@ -54,7 +62,7 @@ class WorkerPool:
     def __init__(
         self,
         module: str,
-        setups: Sequence[bytes],
+        setups: Sequence[Any],
         *,
         what: str,
         error: MakeError,
@@ -63,21 +71,27 @@ class WorkerPool:
     ) -> None:
         """Returns when the first worker is ready: code that cannot be loaded is an error now."""
         self.deadline_s, self.walls = deadline_s, walls
-        self._module, self._setups, self._what, self._error = module, setups, what, error
+        self._module, self._setups, self._what, self._error = module, list(map(pickle.dumps, setups)), what, error
         self._failed_starts = 0
-        self._told = False
-        self.ready: dict[str, Any] | None = None
+        self._network_said = False
+        self.ready: dict[str, Any] = {}
         """What the first worker that was ready says of itself."""
         self.workers: list[Worker] = []
         self._end = weakref.finalize(self, _end, self.workers)
         try:
-            for setup in setups:
+            for setup in self._setups:
                 self.workers.append(self._start(setup))
-            while self.ready is None:
-                self.hear()
+            while not self.ready:
+                self._hear(_ignore, 1.0)
         except BaseException:
             self.close()
             raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -93,76 +107,95 @@ class WorkerPool:
         """End the workers."""
         self._end()
 
-    def give(self, worker: Worker, job: Any, payload: bytes) -> bool:
-        """Let a worker that is ready and idle do a job; False if it had died."""
+    def run(
+        self,
+        queues: Sequence[deque[Any]],
+        *,
+        pack: Pack,
+        heard: Heard,
+        waiting: Callable[[Any, float], None] | None = None,
+        say_after_s: float = inf,
+    ) -> None:
+        """Do all jobs: each worker takes those of its queue, which several workers may share and `heard` may extend.
+
+        `pack(job, worker)` is what the worker is sent, or None if only a worker that is gone could do it. `heard(job,
+        said)` gets what comes of it, message by message. What it cannot make sense of is a worker that was taken over.
+        `waiting(job, seconds)` is called when a job has said nothing for `say_after_s`, for twice as long, and so on.
+        """
+        try:
+            while any(queues) or any(worker.job is not None for worker in self.workers):
+                for place, queue in enumerate(queues):
+                    self._give(self.workers[place], queue, pack, heard)
+                self._hear(heard, min([1.0, *(say_after_s * w.patience - w.waited for w in self._busy)]))
+                for worker in self._busy:
+                    if waiting is not None and worker.waited >= say_after_s * worker.patience:
+                        worker.patience *= 2
+                        waiting(worker.job, worker.waited)
+        finally:
+            for worker in self._busy:  # after an error or Ctrl-C, nobody waits for what they do
+                self._replace(worker)
+
+    @property
+    def _busy(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.job is not None]
+
+    def _give(self, worker: Worker, queue: deque[Any], pack: Pack, heard: Heard) -> None:
+        """Let a worker do the queue's next job, if it is ready and idle."""
+        if not queue or not worker.ready or worker.job is not None:
+            return
+        payload = pack(queue[0], worker)
+        if payload is None:
+            heard(queue.popleft(), Broken(how="crash", why="its process is gone"))
+            return
         try:
             if worker.process.poll() is not None:
                 raise Gone("the process has ended")
             worker.send(payload, timeout=self.deadline_s)
-        except Gone:
-            self._start_failed(self.replace(worker))
-            return False
-        worker.job, worker.since, worker.shown = job, monotonic(), 0
-        return True
+        except Gone:  # it died while idle, which is not the job's fault
+            self._start_failed(self._replace(worker))
+            return
+        worker.begin(queue.popleft())
 
-    def hear(self, *, patience: float = 1.0) -> list[tuple[Worker, Any, dict[str, Any] | Broken]]:
-        """What was said or went wrong, with whose job; waits until there is something, at most `patience` seconds."""
-        now = monotonic()
-        due = [self.deadline_s - (now - w.since) for w in self.workers if w.job is not None]
+    def _hear(self, heard: Heard, patience: float) -> None:
+        """Pass on what was said or went wrong; waits until there is something, at most `patience` seconds."""
+        due = [self.deadline_s - worker.waited for worker in self._busy]
         listened_to = [end for worker in self.workers for end in (worker.channel, worker.output)]
         talking = wait(listened_to, max(0.0, min([patience, *due])))
-        heard: list[tuple[Worker, Any, dict[str, Any] | Broken]] = []
         for worker in list(self.workers):
             if worker.output in talking:
                 worker.show_output()
             if worker.channel in talking or worker.process.poll() is not None:
-                heard += self._listen(worker)
+                self._listen(worker, heard)
             if worker not in self.workers:
                 continue
-            waited = monotonic() - worker.since
-            if worker.job is not None and waited >= self.deadline_s:
-                job = worker.job
-                self.replace(worker)
+            if worker.job is not None and worker.waited >= self.deadline_s:
+                self._replace(worker)
                 why = f"no answer within {self.deadline_s:g} s; it was killed"
-                heard.append((worker, job, Broken(how="deadline", why=why)))
-            elif not worker.ready and waited > _LOAD_DEADLINE_S:
+                heard(worker.job, Broken(how="deadline", why=why))
+            elif not worker.ready and worker.waited > _LOAD_DEADLINE_S:
                 raise self._retryable(f"{self._what} did not load within {_LOAD_DEADLINE_S:g} s")
-        return heard
 
-    def replace(self, worker: Worker) -> str:
-        """Kill a worker and start another in its place; how it had ended."""
-        how, place = worker.kill(), self.workers.index(worker)
-        self.workers[place] = self._start(self._setups[place])
-        return how
-
-    def drop_jobs(self) -> None:
-        """After an error or Ctrl-C, no worker goes on with what nobody waits for."""
-        for worker in [w for w in self.workers if w.job is not None]:
-            self.replace(worker)
-
-    def _start(self, setup: bytes) -> Worker:
-        return Worker(self._module, setup, what=self._what, walls=self.walls, namespaces=_namespaces.allowed)
-
-    def _listen(self, worker: Worker) -> list[tuple[Worker, Any, dict[str, Any] | Broken]]:
+    def _listen(self, worker: Worker, heard: Heard) -> None:
         ended = worker.process.poll() is not None
         try:
             messages = worker.receive()
             if ended and not messages:  # its children may hold the channel open
                 raise Gone("the process has ended")
         except Gone as gone:
-            job, how = worker.job, self.replace(worker)
-            if job is not None:
-                return [(worker, job, Broken(how="crash", why=str(gone) if isinstance(gone, Nonsense) else how))]
-            self._start_failed(how)
-            return []
-        heard: list[tuple[Worker, Any, dict[str, Any] | Broken]] = []
+            how = self._replace(worker)
+            if worker.job is None:
+                self._start_failed(how)
+            else:
+                heard(worker.job, Broken(how="crash", why=str(gone) if isinstance(gone, Nonsense) else how))
+            return
         for message in messages:
+            if worker not in self.workers:  # replaced because of what it said before
+                return
             if worker.enclosed is None:
                 worker.enclosed = _namespaces.allowed
                 if message.get("refused"):
                     _namespaces.refuse(str(message["refused"]))
-                    self.replace(worker)
-                    return []
+                    self._replace(worker)
             elif "fatal" in message:
                 raised = f"{self._what} cannot be made: " if message.get("raised") else ""
                 raise self._error(f"{raised}{message['fatal']}")
@@ -170,26 +203,41 @@ class WorkerPool:
                 worker.ready = True
                 self.ready = self.ready or dict(message["ready"])
             elif worker.job is not None:
-                heard.append((worker, worker.job, self._answer(worker, message)))
-        return heard
+                self._pass_on(worker, message, heard)
 
-    def _answer(self, worker: Worker, message: dict[str, Any]) -> dict[str, Any] | Broken:
+    def _pass_on(self, worker: Worker, message: dict[str, Any], heard: Heard) -> None:
+        """A message about a worker's job."""
         self._failed_starts = 0
-        worker.since = monotonic()
-        if "sought" in message and not self._told:
-            self._told = True
+        job = worker.job
+        worker.begin(None if message.get("done") else job, shown=worker.shown)
+        if "sought" in message and not self._network_said:
+            self._network_said = True
             sought, option = visible_text(str(message["sought"])[:100]), self.walls.options[0]
             logger.warning(
                 "%s tried to reach %s, but has no network: set %s to give it one", self._what, sought, option
             )
         if message.get("memory"):
-            self.replace(worker)
+            self._replace(worker)
             most = self.walls.memory_mb
             limit = f"more than memory_mb={most}" if most else "more memory than there is"
-            return Broken(how="crash", why=f"it asked for {limit}: {message.get('error')}")
-        if message.get("done"):
-            worker.job = None
-        return message
+            heard(job, Broken(how="crash", why=f"it asked for {limit}: {message.get('error')}"))
+            return
+        try:
+            heard(job, message)
+        except UserError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):  # a worker that was taken over
+            self._replace(worker)
+            heard(job, Broken(how="crash", why="its worker process sent something unreadable"))
+
+    def _replace(self, worker: Worker) -> str:
+        """Kill a worker and start another in its place; how it had ended."""
+        how, place = worker.kill(), self.workers.index(worker)
+        self.workers[place] = self._start(self._setups[place])
+        return how
+
+    def _start(self, setup: bytes) -> Worker:
+        return Worker(self._module, setup, what=self._what, walls=self.walls, namespaces=_namespaces.allowed)
 
     def _start_failed(self, how: str) -> None:
         self._failed_starts += 1
@@ -203,6 +251,10 @@ class WorkerPool:
         error = self._error(sentence)
         error.exit_code = 75
         return error
+
+
+def _ignore(job: Any, said: Any) -> None:
+    """Before there are jobs, there is nothing to hear of one."""
 
 
 def _end(workers: list[Worker]) -> None:

@@ -67,14 +67,24 @@ class Worker:
         self.enclosed: bool | None = None
         """Whether it has namespaces of its own, once that is known."""
         self.ready = False
-        self.job: Any = None
-        self.since = monotonic()
-        """When it began what it is doing now: loading, a job, or what it has not yet reported of a job."""
-        self.shown = 0
-        """Lines of its output shown since its job began."""
+        self.begin(None)
         with suppress(Gone):  # whoever listens to it next finds out
             self.send(pickle.dumps((walls, walls.withheld())), timeout=10.0)
             self.send(setup, timeout=10.0)
+
+    def begin(self, job: Any, *, shown: int = 0) -> None:
+        """From now on it does this: a job, what it has not yet reported of one, or nothing but load."""
+        self.job = job
+        self._since = monotonic()
+        self.shown = shown
+        """Lines of its output shown since its job began."""
+        self.patience = 1
+        """How many times as long as usual it may be silent before that is said."""
+
+    @property
+    def waited(self) -> float:
+        """Seconds since it began what it is doing now."""
+        return monotonic() - self._since
 
     def send(self, body: bytes, *, timeout: float) -> None:
         """Raise `Gone` if the worker does not take it in time."""

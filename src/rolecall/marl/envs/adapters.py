@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolecall.marl.envs.base import EnvError, EnvSpec, Moment
-from rolecall.tasks.gym_text import at_own_limit, own_limit
+from rolecall.tasks.env import at_own_limit, own_limit
 
 DEFAULT_LIMIT = 500
 """Steps after which an episode is cut off if the environment names no limit of its own."""

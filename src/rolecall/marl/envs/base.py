@@ -7,13 +7,9 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rolecall.errors import UserError
+from rolecall.tasks.env import EnvError as EnvError
 
 Team = Literal["sum", "mean"]
-
-
-class EnvError(UserError):
-    """An environment, or the name of one, that cannot be used."""
 
 
 class EnvFault(Exception):

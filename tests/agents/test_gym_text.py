@@ -2,6 +2,9 @@
 
 import pytest
 
+from rolecall.agents.environments import open_env
+from rolecall.agents.gym_text import GymTextEnv, plain_ansi, sections, short_names
+from rolecall.agents.replies import first_reply, next_reply
 from rolecall.config.flags import parse
 from rolecall.config.merge import make
 from rolecall.config.parts import HeldOutOptions
@@ -9,9 +12,7 @@ from rolecall.config.rl import RLOptions
 from rolecall.config.schema import schema
 from rolecall.errors import UserError
 from rolecall.jobs.agents import episode_rows
-from rolecall.tasks.env import EnvError, first_reply, next_reply
-from rolecall.tasks.env_names import open_env
-from rolecall.tasks.gym_text import GymEnv, own_limit, plain_ansi, sections, short_names
+from rolecall.tasks.env import EnvError, own_limit
 
 gymnasium = pytest.importorskip("gymnasium")
 
@@ -38,14 +39,14 @@ def test_the_prompt_says_what_the_docstring_says_and_how_to_answer():
     "prompt", ["Go to G.", [{"role": "system", "content": "x"}, {"role": "user", "content": "Go to G."}]]
 )
 def test_a_rows_prompt_takes_the_place_of_the_description(prompt):
-    first = first_reply(GymEnv("FrozenLake-v1"), {"prompt": prompt}, 7)
+    first = first_reply(GymTextEnv("FrozenLake-v1"), {"prompt": prompt}, 7)
     assert heard(first) == "Go to G.\n[S]FFF\nFHFH\nFFFH\nHFFG"
 
 
 def test_env_prompt_is_put_before_the_first_observation_of_every_row():
     how = {"evaluation": HeldOutOptions(every=1, rows=2), "seed": 0, "n": 3, "prompt": "Go."}
     for rows in episode_rows("gym:FrozenLake-v1", None, **how):
-        assert heard(first_reply(GymEnv("FrozenLake-v1"), rows[0], 0)) == "Go.\n[S]FFF\nFHFH\nFFFH\nHFFG"
+        assert heard(first_reply(GymTextEnv("FrozenLake-v1"), rows[0], 0)) == "Go.\n[S]FFF\nFHFH\nFFFH\nHFFG"
     with pytest.raises(UserError, match=r"env\.prompt is for environments named gym:…; guessing says itself"):
         episode_rows("guessing", None, **how)
     with pytest.raises(UserError, match="the rows have prompts of their own"):
@@ -58,7 +59,7 @@ def test_env_prompt_is_a_flag_and_a_setting():
 
 
 def test_an_episode_by_names_ends_at_the_goal():
-    env = GymEnv("FrozenLake-v1", is_slippery=False)
+    env = GymTextEnv("FrozenLake-v1", is_slippery=False)
     first_reply(env, {}, 0)
     for action in ("down", "Move down", "2", "Down.", "RIGHT", "right"):
         reply = next_reply(env, said(action))
@@ -68,7 +69,7 @@ def test_an_episode_by_names_ends_at_the_goal():
 
 @pytest.mark.parametrize("wrong", ["move", "4", "-1", "leftright", "left down", ""])
 def test_another_answer_is_counted_and_told_what_is_wanted(wrong):
-    env = GymEnv("FrozenLake-v1", is_slippery=False)
+    env = GymTextEnv("FrozenLake-v1", is_slippery=False)
     first_reply(env, {}, 0)
     reply = next_reply(env, said(wrong))
     assert (heard(reply), reply.counts) == (
@@ -90,7 +91,7 @@ def test_another_answer_is_counted_and_told_what_is_wanted(wrong):
     ],
 )  # fmt: skip
 def test_the_usual_environments_are_described_and_played(name, answer, action, shown):
-    env, same = GymEnv(name), gymnasium.make(name)
+    env, same = GymTextEnv(name), gymnasium.make(name)
     text = heard(first_reply(env, {}, 3))
     assert shown in text
     assert len(text) < 1000, "it fits the built-in model's context"
@@ -113,7 +114,7 @@ def test_without_a_docstring_the_spaces_say_what_can_be_said():
             return self.observation_space.low, 0.0, False, False, {}
 
     gymnasium.register("Bare-v0", entry_point=Bare, disable_env_checker=True)
-    env = GymEnv("Bare-v0")
+    env = GymTextEnv("Bare-v0")
     assert heard(first_reply(env, {}, 0)) == "Answer with a number from 2 to 4, and nothing else.\n\n[-0.3333, -0.3333]"
     assert not next_reply(env, said("4")).counts
     assert next_reply(env, said("1")).counts
@@ -126,11 +127,11 @@ def test_arrays_that_are_no_few_numbers_are_refused():
 
     gymnasium.register("Picture-v0", entry_point=Picture)
     with pytest.raises(EnvError, match=r"gym:Picture-v0 shows arrays of shape \[8, 8\], which are not text"):
-        GymEnv("Picture-v0")
+        GymTextEnv("Picture-v0")
 
 
 def test_gymnasiums_time_limit_is_a_truncation():
-    env = GymEnv("FrozenLake-v1", is_slippery=False, max_episode_steps=2)
+    env = GymTextEnv("FrozenLake-v1", is_slippery=False, max_episode_steps=2)
     first_reply(env, {}, 0)
     next_reply(env, said("0"))
     reply = next_reply(env, said("0"))
@@ -158,7 +159,7 @@ gymnasium.register("OwnLimit-v0", entry_point=OwnLimit)
 
 @pytest.mark.parametrize(("actions", "truncated"), [("000", True), ("01", False), ("1", False)])
 def test_an_environments_own_limit_is_a_truncation_and_an_end_before_it_is_none(actions, truncated):
-    env = GymEnv("OwnLimit-v0")
+    env = GymTextEnv("OwnLimit-v0")
     assert own_limit(env._env) == 3
     for _ in range(2):  # the count begins again
         first_reply(env, {}, 0)

@@ -1,7 +1,7 @@
 """One player's side of an episode, as tokens.
 
 What the policy samples is kept as it was sampled: it is never decoded and encoded again. Messages of others are
-appended behind it in the chat template.
+appended after it in the chat template.
 
     <|im_start|>user\\n 12*34 <|im_end|>\\n<|im_start|>assistant\\n <calc>12*34</calc> <|im_end|> \\n<|im_start|>tool\\n 408 …
     prompt                                                         policy                        template            tool
@@ -38,25 +38,15 @@ class Dialect:
 
     def prompt(self, messages: Sequence[Message], *, given: int) -> Rendered:
         """A conversation to be answered, of which the first `given` messages are the task's and the others were heard."""
-        return render(
-            self.tokenizer,
-            messages,
-            chat_template_kwargs=self.template_kwargs or None,
-            stop_ids=self.stop_ids,
-            observed_from=given,
-        )
+        return render(self.tokenizer, messages, observed_from=given, **self._how)
 
     def go_on(self, ids: Sequence[int], roles: Sequence[int], heard: Sequence[Message], history: Any) -> Rendered:
-        """The ids so far, and behind them what was heard."""
-        return continue_conversation(
-            self.tokenizer,
-            ids,
-            roles,
-            heard,
-            history=history,
-            chat_template_kwargs=self.template_kwargs or None,
-            stop_ids=self.stop_ids,
-        )
+        """The ids so far, and after them what was heard."""
+        return continue_conversation(self.tokenizer, ids, roles, heard, history=history, **self._how)
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"chat_template_kwargs": self.template_kwargs or None, "stop_ids": self.stop_ids}
 
     def text(self, completion: Completion) -> str:
         """What the policy said, without its stop token."""
@@ -65,7 +55,7 @@ class Dialect:
 
 
 @dataclass(slots=True)
-class Sample:
+class TokenSample:
     """Tokens that the policy read and wrote in one piece."""
 
     ids: list[int] = field(default_factory=list)
@@ -98,10 +88,10 @@ class Sample:
         if end > start:
             self.authors.append((start, end, "policy"))
 
-    def ended(self) -> "Sample":
+    def ended(self) -> "TokenSample":
         """The same up to the policy's last token: what it never went on from is of no use."""
         end = self.turns[-1][1]
-        return Sample(
+        return TokenSample(
             self.ids[:end],
             self.roles[:end],
             self.logprobs[:end],
@@ -123,11 +113,11 @@ class Conversation:
         self._given: list[Message] = []
         self._context: list[Message] = []
         self._unread: list[Message] = []
-        self._sample = Sample()
-        self._earlier: list[Sample] = []
+        self._sample = TokenSample()
+        self._earlier: list[TokenSample] = []
 
     @property
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[TokenSample]:
         """Those with a turn of the policy's, in order."""
         return [sample.ended() for sample in (*self._earlier, self._sample) if sample.turns]
 
@@ -216,7 +206,7 @@ class Conversation:
     def _close(self) -> None:
         if self._sample.turns:
             self._earlier.append(self._sample)
-        self._sample = Sample()
+        self._sample = TokenSample()
         self.cuts += 1
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
 
+from rolecall.agents.conversation import Conversation, Dialect
+from rolecall.agents.pool import Envs, Failure
+from rolecall.agents.replies import Reply
 from rolecall.config.agents import AgentOptions
 from rolecall.policy.row_template import template_kwargs, tools_of
-from rolecall.rollout.agents.conversation import Conversation, Dialect
-from rolecall.rollout.agents.pool import Envs, Failure, Start
 from rolecall.rollout.engine import Engine
-from rolecall.tasks.env import Reply
 from rolecall.types import Completion, Finish, Request, Sampling, Trajectory
 
 
@@ -116,8 +116,7 @@ class Player:
             )
             for w in wanted
         ]
-        starts = {i: Start(row=w.row, seed=w.seed) for i, w in enumerate(wanted)}
-        for i, reply in self.envs.start(starts).items():
+        for i, reply in self.envs.ask("start", {i: (w.row, w.seed) for i, w in enumerate(wanted)}).items():
             self._heard(episodes[i], reply, first=True)
         while True:
             late = self.options.max_seconds is not None and self.clock() - begun >= self.options.max_seconds
@@ -131,12 +130,12 @@ class Player:
                 break
             completions = self.engine.generate(list(asked.values()))
             said = {i: self._said(episodes[i], c) for i, c in zip(asked, completions, strict=True)}
-            for i, reply in self.envs.step(said).items():
+            for i, reply in self.envs.ask("step", said).items():
                 self._heard(episodes[i], reply)
             self.advance(sum(e.finish is not None for e in episodes), len(episodes), "episodes")
         cut = [i for i, episode in enumerate(episodes) if episode.finish is not None and episode.finish.truncated]
-        for i, reply in self.envs.end(cut).items():
-            self._ended(episodes[i], reply)
+        for i, reply in self.envs.ask("end", dict.fromkeys(cut)).items():
+            self._take(episodes[i], reply)
         return episodes
 
     def _dialect(self, row: Mapping[str, Any]) -> Dialect:
@@ -180,12 +179,11 @@ class Player:
             episode.count("cut_turns")
         return episode.sides[episode.speaker].say(completion)
 
-    def _heard(self, episode: Played, reply: Reply | Failure, *, first: bool = False) -> None:
+    def _heard(self, episode: Played, answer: Reply | Failure, *, first: bool = False) -> None:
         """Take in what the environment said, and end the episode if it or a limit does."""
-        if isinstance(reply, Failure):
-            episode.finish, episode.failure = Finish.ABORT, reply.reason
+        reply = self._take(episode, answer)
+        if reply is None:
             return
-        self._take(episode, reply)
         if reply.context is not None:
             episode.sides[reply.speaker].restart(reply.context)
             episode.count("context_cuts")
@@ -193,7 +191,6 @@ class Player:
             (episode.sides[player].give if first else episode.sides[player].hear)(messages)
         if reply.done:
             episode.finish = Finish.MAX_TURNS if reply.truncated else Finish.ENVIRONMENT
-            episode.view = reply.view
             return
         episode.speaker = reply.speaker
         o = self.options
@@ -202,15 +199,14 @@ class Player:
         elif o.max_tokens is not None and episode.sides[reply.speaker].policy_tokens >= o.max_tokens:
             episode.finish = Finish.LENGTH
 
-    def _ended(self, episode: Played, reply: Reply | Failure) -> None:
+    def _take(self, episode: Played, reply: Reply | Failure) -> Reply | None:
+        """Add up rewards and counts; None if it is a failure, which ends the episode."""
         if isinstance(reply, Failure):
             episode.finish, episode.failure = Finish.ABORT, reply.reason
-            return
-        self._take(episode, reply)
-        episode.view = reply.view
-
-    def _take(self, episode: Played, reply: Reply) -> None:
+            return None
         for player, reward in reply.rewards.items():
             episode.rewards[player] = episode.rewards.get(player, 0.0) + reward
         for name, value in reply.counts.items():
             episode.count(name, value)
+        episode.view = reply.view
+        return reply

@@ -7,8 +7,8 @@ import pytest
 from agent_envs import Echo, NotText, Raising
 from talking import play, talker
 
+from rolecall.agents.pool import EnvPool, LocalEnvs
 from rolecall.maths.roles import Role
-from rolecall.rollout.agents.pool import EnvPool, LocalEnvs, Start
 from rolecall.tasks.env import EnvError, Step
 from rolecall.types import Finish
 
@@ -47,9 +47,9 @@ def test_an_aborted_episode_keeps_what_was_said_until_then():
 
 def test_one_that_hangs_is_killed_and_the_others_of_its_process_are_played_again():
     with pool("Hanging", deadline_s=1.0) as envs:
-        before = envs.worker_pids
+        before = envs.pids
         check_survived(play(envs, talker("a"), ROWS), "no answer within 1 s; it was killed")
-        assert envs.worker_pids != before
+        assert envs.pids != before
 
 
 def test_one_that_takes_its_process_down_is_named_and_the_others_are_played_again():
@@ -102,7 +102,7 @@ def test_a_reset_that_is_no_text_is_named():
         def reset(self, row, seed):
             return 7
 
-    (reply,) = LocalEnvs(Numbers).start({0: Start(row={}, seed=0)}).values()
+    (reply,) = LocalEnvs(Numbers).ask("start", {0: ({}, 0)}).values()
     assert reply.reason == "Numbers.reset returned a int as messages, not a text or a list of messages"
 
 
@@ -132,6 +132,6 @@ def test_a_file_that_does_not_load_is_said_at_the_start(tmp_path):
 
 def test_workers_end_with_the_pool():
     with pool("Echo") as envs:
-        workers = [worker.process for worker in envs._pool.workers]
+        workers = [worker.process for worker in envs.workers]
         play(envs, talker("a"), ROWS[:1])
     assert all(process.poll() is not None for process in workers)

@@ -3,26 +3,24 @@
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+from rolecall.agents.conversation import Dialect
+from rolecall.agents.play import Played, Player, Wanted
+from rolecall.agents.pool import Envs
 from rolecall.config.agents import AgentOptions
 from rolecall.config.parts import ChatOptions
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel
-from rolecall.recipes.collect import Collected, run_state
-from rolecall.recipes.evaluate import EVALUATION_STEP, Evaluation, kl_to
+from rolecall.recipes.collect import Collected, OfRows, run_state
+from rolecall.recipes.evaluate import EVALUATION_STEP, Evaluation, HeldOut, kl_to
 from rolecall.rewards.records import Reward, Sample, Scored
-from rolecall.rollout.agents.conversation import Dialect
-from rolecall.rollout.agents.play import Played, Player, Wanted
-from rolecall.rollout.agents.pool import Envs
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
-from rolecall.train.data import order_of
-from rolecall.train.reference import Reference
 from rolecall.train.timing import Timer
 from rolecall.types import Finish, Sampling, Trajectory
 
@@ -48,15 +46,18 @@ class EnvOnly:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """What one player of an episode did, and what it is worth."""
+    """What one player of an episode did, and its score."""
 
     player: str
     episode: Played
     trajectories: Sequence[Trajectory]
     """Its samples, in order."""
     scored: Scored
-    row: int
-    """The row that was played, by its place among those given."""
+
+    @property
+    def row(self) -> int:
+        """The row that was played, by its place among those given."""
+        return self.episode.wanted.prompt
 
 
 class Arena:
@@ -113,31 +114,25 @@ class Arena:
 
     def score(self, episodes: Sequence[Played], *, state: Mapping[str, Any], groups: Sequence[int]) -> list[Side]:
         """What each player who had a turn did, and its score. `state` is what rewards see as `trainer_state`."""
-        found = [
+        sides = [
             (episode, player, trajectories)
             for episode in episodes
             for player, trajectories in episode.trajectories(group=groups[episode.wanted.prompt]).items()
             if trajectories
         ]
-        scored = self._score([(episode, player) for episode, player, _ in found], state)
-        return [
-            Side(
-                player=player,
-                episode=episode,
-                trajectories=[replace(t, scores=dict(s.scores)) for t in trajectories],
-                scored=s,
-                row=episode.wanted.prompt,
-            )
-            for (episode, player, trajectories), s in zip(found, scored, strict=True)
-        ]
-
-    def _score(self, sides: Sequence[tuple[Played, str]], state: Mapping[str, Any]) -> list[Scored]:
-        whole = [i for i, (episode, _) in enumerate(sides) if episode.finish is not Finish.ABORT]
-        told = self.reward.score([_sample(*sides[i]) for i in whole], state=state)
-        by_functions = dict(zip(whole, told, strict=True))
-        return [
-            _total(episode, player, by_functions.get(i), self.reward.names) for i, (episode, player) in enumerate(sides)
-        ]
+        whole = [(episode, player) for episode, player, _ in sides if episode.finish is not Finish.ABORT]
+        by_functions = iter(self.reward.score([_sample(*side) for side in whole], state=state))
+        found = []
+        for episode, player, trajectories in sides:
+            if episode.finish is Finish.ABORT:
+                failure = f"the episode was broken off: {episode.failure}"
+                scores = {"env": None, **dict.fromkeys(self.reward.names)}
+                scored = Scored(scores=scores, total=None, failure=failure)
+            else:
+                scored = with_env(episode.rewards.get(player), next(by_functions))
+            named = [replace(t, scores=dict(scored.scores)) for t in trajectories]
+            found.append(Side(player=player, episode=episode, trajectories=named, scored=scored))
+        return found
 
     def texts(self, side: Side) -> tuple[str, str]:
         """(the prompt as the model reads it, what was said then), for people."""
@@ -148,21 +143,12 @@ class Arena:
         return prompt, "\n".join(f"{m.get('author', m['role'])}: {m['content']}" for m in said[start:])
 
 
-class Episodes:
+class Episodes(OfRows):
     """The collector of episodes: prompts are taken from the rows in order, each is played `samples` times."""
 
-    def __init__(
-        self,
-        options: RLOptions,
-        arena: Arena,
-        *,
-        rows: Rows,
-        rank: int = 0,
-        ranks: int = 1,
-    ) -> None:
-        """Of every step's prompts, rank r of n takes each n-th, from the r-th on."""
-        self.options, self.arena, self.rows, self.rank, self.ranks = options, arena, rows, rank, ranks
-        self.order = order_of(rows, seed=options.seed)
+    def __init__(self, options: RLOptions, arena: Arena, *, rows: Rows, rank: int = 0, ranks: int = 1) -> None:
+        super().__init__(options, rows, rank=rank, ranks=ranks)
+        self.arena = arena
         self._metrics: dict[str, float] = {}
 
     def collect(self, step: int) -> Collected:
@@ -199,43 +185,16 @@ class Episodes:
         """What is known of the last step's episodes beside their scores."""
         return self._metrics
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the rows."""
-        return {"order": self.order.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        self.order.load_state_dict(state["order"])
+class EpisodeEvaluator(HeldOut):
+    """Of episodes."""
 
-
-class EpisodeEvaluator:
-    """Evaluates whatever weights the engine holds, always on the same rows with the same random numbers."""
-
-    def __init__(
-        self,
-        arena: Arena,
-        *,
-        rows: Rows,
-        sampling: Sampling,
-        samples: int = 1,
-        seed: int = 0,
-        reference: Reference | None = None,
-        state_at: Callable[[int], Mapping[str, Any]] | None = None,
-    ) -> None:
-        """With `samples` > 1 also avg@k and pass@k and, given a reference, the KL to it on those samples. `state_at(step)`
-        is what rewards see as `trainer_state`."""
-        self.arena, self.rows, self.sampling, self.samples = arena, rows, sampling, samples
-        self.seed, self.reference = seed, reference
-        self._state: Mapping[str, Any] = {}
-        self._state_at = state_at or (lambda step: {"global_step": step})
-
-    def __call__(self, step: int) -> dict[str, float]:
-        """The numbers alone."""
-        self._state = self._state_at(step)
-        return self.run().numbers
+    def __init__(self, arena: Arena, **how: Any) -> None:
+        """`how` is for `HeldOut`."""
+        super().__init__(**how)
+        self.arena = arena
 
     def run(self) -> Evaluation:
-        """Play every row greedily, and `samples` times at the sampling temperature if asked."""
         episodes, sides = self._play(replace(self.sampling, temperature=0.0), 1)
         first = {side.row: side for side in sides if side.player == self.arena.players[0]}
         totals = [first[i].scored.total if i in first else None for i in range(len(self.rows))]
@@ -277,7 +236,7 @@ class EpisodeEvaluator:
         rows = [self.rows[i] for i in range(len(self.rows))]
         step, groups = EVALUATION_STEP, list(range(len(rows)))
         episodes = self.arena.play(rows, sampling, n=n, seed=self.seed, step=step, groups=groups)
-        sides = self.arena.score(episodes, state=self._state, groups=groups)
+        sides = self.arena.score(episodes, state=self.state, groups=groups)
         self.arena.reward.take_metrics()  # so that what evaluations log and count is not mistaken for training's
         return episodes, sides
 
@@ -302,21 +261,14 @@ def _sample(episode: Played, player: str) -> Sample:
     )
 
 
-def _total(episode: Played, player: str, told: Scored | None, names: Sequence[str]) -> Scored:
-    if told is not None:
-        return with_env(episode.rewards.get(player), told)
-    failure = f"the episode was broken off: {episode.failure}"
-    return Scored(scores={"env": None, **dict.fromkeys(names)}, total=None, failure=failure)
-
-
-def with_env(own: float | None, told: Scored) -> Scored:
+def with_env(own: float | None, by_functions: Scored) -> Scored:
     """The environment's reward and the functions' together. Neither is 0 for being absent."""
-    parts = [part for part in (own, told.total) if part is not None]
-    failure = told.failure
+    parts = [part for part in (own, by_functions.total) if part is not None]
+    failure = by_functions.failure
     if not parts and failure is None:
         failure = "the environment gave no reward, and there is no reward function"
     total = None if failure is not None else sum(parts)
-    return Scored(scores={"env": own, **told.scores}, total=total, failure=failure, extras=told.extras)
+    return Scored(scores={"env": own, **by_functions.scores}, total=total, failure=failure, extras=by_functions.extras)
 
 
 def _measured(episodes: Sequence[Played], sides: Sequence[Side], players: Sequence[str]) -> dict[str, float]:

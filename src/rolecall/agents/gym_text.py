@@ -10,17 +10,16 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from rolecall.tasks.env import EnvError, Message, Said, Step
+from rolecall.tasks.env import EnvError, Message, Said, Step, at_own_limit
 
 _ROOM = 560
 """Characters of the docstring that go into the prompt, by whole sections; a small model has little context."""
 _NUMBERS = 32
 """The most numbers of a Box that are written out."""
-_LIMITS = ("max_steps", "_max_episode_steps", "max_episode_steps", "max_cycles")
 _COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 
 
-class GymEnv:
+class GymTextEnv:
     """A Gymnasium environment whose actions can be written and whose observations can be read.
 
     The first message says what the docstring says of it, its actions and how to answer, unless the row has a `prompt`.
@@ -171,18 +170,6 @@ def plain_ansi(text: str) -> str:
         return f"[{match[3]}]({_COLOURS[int(match[2])]})" if several else f"[{match[3]}]"
 
     return re.sub(r"\x1b\[[0-9;]*m", "", pattern.sub(mark, text)).strip("\n")
-
-
-def own_limit(env: Any) -> int | None:
-    """The step limit that an environment keeps itself, not Gymnasium's TimeLimit around it."""
-    held = [getattr(getattr(env, "unwrapped", env), name, None) for name in _LIMITS]
-    return next((x for x in held if isinstance(x, int) and not isinstance(x, bool) and x > 0), None)
-
-
-def at_own_limit(env: Any, steps: int) -> bool:
-    """Whether an environment that says it ended has only reached its own limit, as rware and lbforaging report it."""
-    limit = own_limit(env)
-    return limit is not None and steps >= limit
 
 
 def _made(name: str, options: Mapping[str, Any]) -> Any:

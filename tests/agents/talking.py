@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rolecall.agents.conversation import Dialect
+from rolecall.agents.play import Played, Player, Wanted
+from rolecall.agents.pool import LocalEnvs
 from rolecall.config.agents import AgentOptions
 from rolecall.maths.roles import Role
 from rolecall.policy.tiny import CONTEXT_LENGTH, TURN_END_ID, tiny_tokenizer
-from rolecall.rollout.agents.conversation import Dialect
-from rolecall.rollout.agents.play import Played, Player, Wanted
-from rolecall.rollout.agents.pool import LocalEnvs
 from rolecall.rollout.scripted import ScriptedEngine
 from rolecall.types import Sampling, Trajectory
 

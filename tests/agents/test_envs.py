@@ -6,11 +6,12 @@ from itertools import product
 
 import pytest
 
-from rolecall.tasks.env import EnvError, first_reply, next_reply, players_of
-from rolecall.tasks.env_adapters import OneTurn, TRLEnv
-from rolecall.tasks.env_names import as_factory, check_name, open_env
+from rolecall.agents.adapters import OneTurn, TRLEnv
+from rolecall.agents.environments import as_factory, check_name, open_env
+from rolecall.agents.replies import first_reply, next_reply, players_of
+from rolecall.tasks.env import EnvError
 from rolecall.tasks.kuhn import DEALS, decisions, exploitability, game_value, pays
-from rolecall.tasks.names import find_agent_task, find_task, resolve
+from rolecall.tasks.names import find_task, resolve
 from rolecall.tasks.rows import RowError
 from rolecall.tasks.tools import answer_call, find_calls
 
@@ -75,7 +76,7 @@ def outcome(task, row, *texts):
 
 
 def test_the_calculator_calculates_and_scores_the_answer():
-    task = find_agent_task("calculator:digits=3")
+    task = find_task("calculator:digits=3")
     row = {"prompt": [{"role": "user", "content": "12*34"}], "answer": "408"}
     assert outcome(task, row, "<calc>12*34</calc>", " 408\n") == [(["408"], None, False), ([], 1.0, True)]
     assert outcome(task, row, "407") == [([], 0.0, True)]
@@ -84,14 +85,14 @@ def test_the_calculator_calculates_and_scores_the_answer():
 
 
 def test_the_guessing_game_tells_where_to_go_and_ends():
-    task, row = find_agent_task("guessing:high=15,tries=4"), {"secret": 5}
+    task, row = find_task("guessing:high=15,tries=4"), {"secret": 5}
     assert outcome(task, {**row, "prompt": "go"}, "8", "4", "x", "5") == [
         (["lower"], None, False), (["higher"], None, False), (["a number"], None, False), ([], 1.0, True)]  # fmt: skip
     assert outcome(task, {**row, "prompt": "go"}, "1", "1", "1", "1")[-1] == ([], 0.0, True)
 
 
 def test_halving_finds_every_number():
-    task = find_agent_task("guessing:high=15,tries=4")
+    task = find_task("guessing:high=15,tries=4")
     for secret in range(1, 16):
         env, low, high = task.env(), 1, 15
         first_reply(env, {"prompt": "go", "secret": secret}, 0)
@@ -106,7 +107,7 @@ def test_halving_finds_every_number():
 
 @pytest.mark.parametrize("name", ["calculator", "guessing", "kuhn"])
 def test_demonstrations_are_what_the_environment_would_have_said(name):
-    task = find_agent_task(name)
+    task = find_task(name)
     for row in task.rows("train", n=40, seed=3):
         env, gold, heard = task.env(), list(task.gold(row)), []
         first = first_reply(env, row, 0)
@@ -133,7 +134,7 @@ def test_the_same_seed_gives_the_same_rows(name):
 
 
 def test_products_that_are_held_out_are_not_trained_on():
-    task = find_agent_task("calculator")
+    task = find_task("calculator")
     train, test = ({row["prompt"][0]["content"] for row in task.rows(s, n=2000)} for s in ("train", "test"))
     assert test
     assert not train & test
@@ -170,7 +171,7 @@ def test_a_strategy_that_is_no_equilibrium_can_be_exploited():
 @pytest.mark.parametrize("deal", DEALS)
 def test_the_game_pays_what_the_rules_say(deal):
     for words in product(("pass", "bet"), repeat=3):
-        env, spoken = find_agent_task("kuhn").env(), ""
+        env, spoken = find_task("kuhn").env(), ""
         reply = first_reply(env, {"deal": deal}, 0)
         assert {p: m[0]["content"][-1] for p, m in reply.messages.items()} == {"first": deal[0], "second": deal[1]}
         for word in words:
@@ -184,7 +185,7 @@ def test_the_game_pays_what_the_rules_say(deal):
 
 
 def test_an_illegal_move_costs_its_own_side_only():
-    env = find_agent_task("kuhn").env()
+    env = find_task("kuhn").env()
     assert players_of(env) == ("first", "second")
     first_reply(env, {"deal": "KQ"}, 0)
     reply = next_reply(env, said("raise"))

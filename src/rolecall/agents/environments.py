@@ -12,12 +12,12 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
+from rolecall.agents.adapters import OneTurn, TRLEnv
+from rolecall.agents.gym_text import GymTextEnv
 from rolecall.tasks.agent_tasks import AGENT_TASKS
 from rolecall.tasks.builtin import BUILT_IN
 from rolecall.tasks.env import EnvError
-from rolecall.tasks.env_adapters import OneTurn, TRLEnv
-from rolecall.tasks.gym_text import GymEnv
-from rolecall.tasks.names import find_agent_task, find_task, task_options
+from rolecall.tasks.names import find_task, is_task, task_options
 from rolecall.workers.load import load_object, split_name
 
 Factory = Callable[[], Any]
@@ -27,13 +27,12 @@ Factory = Callable[[], Any]
 def open_env(name: str) -> Factory:
     """What makes the environments of that name. User code is imported here: call it where it may run."""
     kind, _, rest = name.partition(":")
-    if kind in AGENT_TASKS:
-        return find_agent_task(name).env
-    if kind in BUILT_IN or kind == "rg":
-        return partial(OneTurn, find_task(name))
+    if is_task(name):
+        task = find_task(name)
+        return task.env if hasattr(task, "env") else partial(OneTurn, task)
     if kind == "gym":
         made, _, options = rest.partition(":")
-        return partial(GymEnv, made, **task_options(name, options))
+        return partial(GymTextEnv, made, **task_options(name, options))
     forced = kind == "trl"
     own = rest if forced else name
     found = load_object(*_parted(own), what=f"environment {own!r}", error=EnvError)
@@ -50,17 +49,11 @@ def as_factory(found: Any, *, trl: bool = False, name: str = "") -> Factory:
     return found
 
 
-def is_task(name: str) -> bool:
-    """Whether a name is that of a task, which brings rows."""
-    kind = name.partition(":")[0]
-    return kind in AGENT_TASKS or kind in BUILT_IN or kind == "rg"
-
-
 def check_name(name: str) -> None:
     """Refuse a name that stands for nothing, without importing user code."""
     kind, _, rest = name.partition(":")
     if is_task(name):
-        find_agent_task(name) if kind in AGENT_TASKS else find_task(name)
+        find_task(name)
     elif kind == "gym":
         open_env(name)()
     else:

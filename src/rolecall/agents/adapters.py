@@ -4,10 +4,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rolecall.agents.replies import BadReply
 from rolecall.heavy import import_heavy
 from rolecall.tasks.builtin import Task
-from rolecall.tasks.env import BadReply, EnvError, Message, Said, Step
-from rolecall.tasks.tools import answer_call, find_calls
+from rolecall.tasks.env import EnvError, Message, Said, Step
+from rolecall.tasks.tools import call_tools
 
 
 class OneTurn:
@@ -47,15 +48,8 @@ class ToolsEnv:
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
 
     def step(self, message: Message) -> Step:
-        calls = find_calls(message["content"], tuple(self._tools))
-        if not calls:
-            return Step(reward=self.final_reward(), done=True)
-        answers = [answer_call(call, self._tools) for call in calls]
-        failed = sum(not well for _, well in answers)
-        return Step(
-            messages=[said for said, _ in answers],
-            counts={"tool_calls": float(len(calls)), "tool_failures": float(failed)},
-        )
+        called = call_tools(message["content"], self._tools, short=tuple(self._tools))
+        return called or Step(reward=self.final_reward(), done=True)
 
     def final_reward(self) -> float | None:
         """What an episode is worth when it ends or a limit cuts it off: nothing of its own."""

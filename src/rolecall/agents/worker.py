@@ -6,17 +6,23 @@ import json
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
+from rolecall.agents.environments import as_factory, open_env
+from rolecall.agents.replies import BadReply, Reply, first_reply, last_reply, next_reply, players_of
 from rolecall.errors import UserError
-from rolecall.tasks.env import BadReply, EnvError, Reply, first_reply, last_reply, next_reply, players_of
-from rolecall.tasks.env_names import as_factory, open_env
+from rolecall.tasks.env import EnvError
 from rolecall.workers.child import Answer, Send, described
 
+Call = Literal["start", "step", "end"]
 
-def digest(reply: Mapping[str, Any]) -> str:
-    """Tells replies apart, to know whether an episode that is played again goes the same way."""
-    return hashlib.sha256(json.dumps(reply, sort_keys=True).encode()).hexdigest()
+
+def call_env(envs: dict[int, Any], factory: Callable[[], Any], key: int, call: Call, given: Any) -> Reply:
+    """Let the environment of an episode begin with (row, seed), hear a message, or end before it is done."""
+    if call == "start":
+        envs[key] = factory()
+        return first_reply(envs[key], *given)
+    return next_reply(envs[key], given) if call == "step" else last_reply(envs[key])
 
 
 def describe(factory: Callable[[], Any]) -> dict[str, Any]:
@@ -47,12 +53,18 @@ def open_worker(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Answer]:
     except UserError as error:
         raise EnvError(f"environment {name}: {error}") from error
     envs: dict[int, Any] = {}
+    batch = 0
 
     def answer(job: Mapping[str, Any], send: Send) -> None:
-        for key in job["forget"]:
-            envs.pop(key, None)
+        nonlocal batch
+        if job["batch"] != batch:  # episodes of before will not be asked for again
+            envs.clear()
+            batch = job["batch"]
         try:
-            send({"reply": asdict(_do(job, envs, factory)), "done": True})
+            if job["rebuild"] is not None:
+                _rebuild(envs, factory, job["key"], *job["rebuild"])
+            reply = asdict(call_env(envs, factory, job["key"], job["call"], job["given"]))
+            send({"reply": reply, "digest": _digest(reply), "done": True})
         except BadReply as error:
             send({"error": str(error), "wrong": True, "done": True})
         except UserError as error:  # of an environment in its episode, which is that episode's failure
@@ -61,26 +73,16 @@ def open_worker(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Answer]:
     return known, answer
 
 
-def _do(job: Mapping[str, Any], envs: dict[int, Any], factory: Callable[[], Any]) -> Reply:
-    key = job["key"]
-    if job["what"] == "start":
-        envs[key] = factory()
-        return first_reply(envs[key], job["row"], job["seed"])
-    if job["rebuild"] is not None:
-        envs[key] = _rebuilt(job["rebuild"], factory)
-    if job["what"] == "end":
-        return last_reply(envs[key])
-    return next_reply(envs[key], job["message"])
-
-
-def _rebuilt(played: Mapping[str, Any], factory: Callable[[], Any]) -> Any:
-    """The environment of an episode whose process is gone, brought to where it was."""
-    env = factory()
-    replies = [first_reply(env, played["row"], played["seed"])]
-    replies += [next_reply(env, message) for message in played["said"]]
-    if [digest(asdict(reply)) for reply in replies] != played["digests"]:
+def _rebuild(envs: dict[int, Any], factory: Callable[[], Any], key: int, calls: list[Any], digests: list[str]) -> None:
+    """Bring the environment of an episode whose process is gone to where it was."""
+    replies = [call_env(envs, factory, key, call, given) for call, given in calls]
+    if [_digest(asdict(reply)) for reply in replies] != digests:
         raise BadReply(
             "its worker was killed because of another episode, and playing it again from its seed went another way; "
             "draw everything random from the seed of reset"
         )
-    return env
+
+
+def _digest(reply: Mapping[str, Any]) -> str:
+    """Tells replies apart, to know whether an episode that is played again goes the same way."""
+    return hashlib.sha256(json.dumps(reply, sort_keys=True).encode()).hexdigest()

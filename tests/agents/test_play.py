@@ -7,9 +7,9 @@ import torch
 from agent_envs import Counting, Echo, Endless
 from talking import DIALECT, TOKENIZER, encode, play, player, spoken, talker
 
+from rolecall.agents.play import Wanted
 from rolecall.maths.roles import Role
 from rolecall.policy.load import load
-from rolecall.rollout.agents.play import Wanted
 from rolecall.rollout.native import NativeEngine
 from rolecall.tasks.agent_tasks import Calculator
 from rolecall.tasks.env import Step
