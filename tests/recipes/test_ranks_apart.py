@@ -1,4 +1,4 @@
-"""Processes that train together ask different prompts with different random numbers; an evaluation draws none.
+"""Processes that train together ask and draw what one process would; an evaluation draws nothing.
 
 Ranks are numbers that collectors are given: no process is started.
 """
@@ -17,6 +17,7 @@ from rolecall.rollout.native import NativeEngine
 from rolecall.rollout.scripted import ScriptedEngine
 from rolecall.tasks.env import Move
 from rolecall.tasks.rows import ListRows
+from rolecall.train.ranks import Ranks
 from rolecall.train.timing import Timer
 from rolecall.types import Sampling
 
@@ -58,12 +59,12 @@ def collectors(kind, policy, engine, rows, *, ranks=RANKS, **more):
     settings = {name: more.pop(name) for name in list(more) if "." in name}
     options = options_of(prompts=PROMPTS, samples=2, **{"sampling.max_new_tokens": 6}, **settings)
     for rank in range(ranks):
-        place = {"rank": rank, "ranks": ranks}
+        place = Ranks(number=rank, count=ranks, **more)
         if kind is Episodes:
-            yield Episodes(options, arena(policy, engine), rows=ListRows(rows), **place)
+            yield Episodes(options, arena(policy, engine), rows=ListRows(rows), ranks=place)
         else:
             parts = {"engine": engine, "reward": Plain(lambda s: 1.0), "rows": ListRows(rows), "timer": Timer()}
-            yield Answers(options, policy=policy, **parts, **place, **more)
+            yield Answers(options, policy=policy, **parts, ranks=place)
 
 
 def silent():
@@ -87,22 +88,25 @@ def test_ranks_share_out_what_one_process_would_ask(kind, policy):
 def test_ranks_share_out_what_they_ask_in_place_of_flat_groups(policy):
     """Every group is flat here, so each of two rounds asks for as many prompts again as there are."""
     each = torch.full((RANKS,), float(PROMPTS // RANKS), dtype=torch.float64)
-    asked = []
+    asked = {}
     for collector in collectors(Answers, policy, silent(), ROWS, all_sum=lambda x: each, **{"algorithm.resample": 2}):
         ask = collector._ask
-        collector._ask = lambda chosen, *args, ask=ask, **more: asked.extend(chosen) or ask(chosen, *args, **more)
+        collector._ask = lambda rows, step, ask=ask: asked.update(rows) or ask(rows, step)
         assert collector.collect(0).drawn.prompts == 2 * PROMPTS // RANKS
-    assert len(asked) == len(set(asked)) == 2 * PROMPTS
+    assert sorted(asked) == list(range(2 * PROMPTS)), "every prompt has a number of its own"
+    (alone,) = collectors(Answers, policy, silent(), ROWS, ranks=1)
+    assert [asked[number] for number in sorted(asked)] == alone.order.take(2 * PROMPTS)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 6])
 @pytest.mark.parametrize("kind", [Answers, Episodes])
-def test_ranks_draw_different_answers_to_equal_prompts(kind, policy, engine):
-    """The first prompt of every rank has number 0 of its step: the seed alone tells them apart."""
-    parts = [collector.collect(0) for collector in collectors(kind, policy, engine, ALIKE)]
-    answers = [[t.ids for t in part.trajectories] for part in parts]
-    everything = [ids for part in answers for ids in part]
-    assert len(set(everything)) == len(everything) == 2 * PROMPTS
-    assert len({part.seed for part in parts}) == RANKS
+def test_ranks_draw_what_one_process_draws(kind, policy, engine, ranks):
+    """All prompts are the same: the number of the prompt tells their answers apart, on whichever rank it is."""
+    (alone,) = collectors(kind, policy, engine, ALIKE, ranks=1)
+    whole = {(t.group, t.episode): t.ids for t in alone.collect(1).trajectories}
+    parts = [collector.collect(1).trajectories for collector in collectors(kind, policy, engine, ALIKE, ranks=ranks)]
+    assert {(t.group, t.episode): t.ids for part in parts for t in part} == whole
+    assert len(set(whole.values())) == len(whole) == 2 * PROMPTS
 
 
 def test_an_evaluation_of_episodes_plays_what_is_likeliest_whatever_training_samples_with(policy, engine):

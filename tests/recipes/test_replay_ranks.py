@@ -1,44 +1,10 @@
 """Two processes hold one buffer: each takes its share of what is drawn, and a resumed job goes on exactly."""
 
 import json
-import os
-import socket
-from pathlib import Path
 
-import torch
-from accelerate.state import AcceleratorState
-
-import rolecall.jobs.rl  # noqa: F401  (here, or every child would import it)
-from rolecall.cli import main
+from forked_ranks import processes
 
 REWARD = "def letters(completions, **columns):\n    return [len(set(text)) / 6 for text in completions]\n"
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def two_processes(place: Path, *arguments: str) -> None:
-    """`rolecall rl` as torchrun starts it, in two forked children that have torch loaded already."""
-    port = str(free_port())
-    children = []
-    for rank in ("0", "1"):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                torch.set_num_threads(1)
-                os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS="1")
-                AcceleratorState._reset_state(reset_partial_state=True)
-                os.chdir(place)
-                code = main(["rl", *arguments])
-            finally:
-                os._exit(code)
-        children.append(child)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
 
 
 def test_two_processes_replay_from_one_buffer_and_go_on_exactly(tmp_path):
@@ -56,9 +22,9 @@ def test_two_processes_replay_from_one_buffer_and_go_on_exactly(tmp_path):
     ]
     first += ["--sampling.max_new_tokens", "6", "--optim.lr", "1e-3", "--save.every", "1"]
     first += ["--replay.share", "0.5", "--replay.sampler", "random", "--replay.replace_flat"]
-    two_processes(tmp_path, *first, "--steps", "3", "--out", "runs/whole")
-    two_processes(tmp_path, *first, "--steps", "2", "--out", "runs/broken")
-    two_processes(tmp_path, "--steps", "3", "--out", "runs/broken", "--resume", "--quiet")
+    processes(2, tmp_path, "rl", *first, "--steps", "3", "--out", "runs/whole")
+    processes(2, tmp_path, "rl", *first, "--steps", "2", "--out", "runs/broken")
+    processes(2, tmp_path, "rl", "--steps", "3", "--out", "runs/broken", "--resume", "--quiet")
     lines = [json.loads(line) for line in (tmp_path / "runs/whole/metrics.jsonl").read_text().splitlines()]
     assert lines[0]["replay/groups"] == 0
     assert lines[2]["replay/groups"] == 4

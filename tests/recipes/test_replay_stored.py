@@ -21,6 +21,7 @@ from rolecall.jobs import rl as job
 from rolecall.maths.roles import Verdict
 from rolecall.recipes.collect import StoredAnswers
 from rolecall.rollout.native import NativeEngine
+from rolecall.train.ranks import Ranks
 
 SMALL = {"steps": 3, "prompts": 2, "samples": 4, "sampling.max_new_tokens": 6, "optim.lr": 1e-3, "quiet": True}
 
@@ -225,12 +226,12 @@ def test_a_run_on_stored_rollouts_is_resumed_exactly_and_other_files_are_refused
 
 def test_groups_are_shared_out_over_ranks(scored):
     store = RolloutStore(scored.path)
-    parts = [StoredAnswers(store, rank=rank, ranks=2).collect(0) for rank in range(2)]
+    parts = [StoredAnswers(store, ranks=Ranks(number=rank, count=2)).collect(0) for rank in range(2)]
     groups = [{t.group for t in part.trajectories} for part in parts]
     assert groups[0] & groups[1] == set()
     assert groups[0] | groups[1] == {t.group for t in store.read(0).trajectories}
     with pytest.raises(UserError, match="fewer groups than there are processes"):
-        StoredAnswers(store, rank=2, ranks=3).collect(0)
+        StoredAnswers(store, ranks=Ranks(number=2, count=3)).collect(0)
 
 
 # -- stores that cannot be trained on ----------------------------------------------------------------------------

@@ -16,11 +16,12 @@ from rolecall.config.parts import ChatOptions
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel
-from rolecall.recipes.collect import Collected, OfRows, run_state
+from rolecall.recipes.collect import Collected, OfRows
 from rolecall.recipes.evaluate import EVALUATION_STEP, Evaluation, HeldOut, kl_to
 from rolecall.rewards.records import Reward, Sample, Scored
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
+from rolecall.train.ranks import Ranks
 from rolecall.train.timing import Timer
 from rolecall.types import Finish, Sampling, Trajectory
 
@@ -56,7 +57,7 @@ class Side:
 
     @property
     def row(self) -> int:
-        """The row that was played, by its place among those given."""
+        """The row that was played, by the number of its prompt in the step."""
         return self.episode.wanted.prompt
 
 
@@ -94,25 +95,26 @@ class Arena:
 
     def play(
         self,
-        rows: Sequence[Mapping[str, Any]],
+        rows: Mapping[int, Mapping[str, Any]],
         sampling: Sampling,
         *,
         n: int,
         seed: int,
         step: int,
-        groups: Sequence[int],
+        groups: Mapping[int, int],
     ) -> list[Played]:
-        """Each row n times. `groups` numbers the rows; a row's episodes share the seed of their environment."""
+        """Each row n times; rows and their groups are given by the number of the prompt in the step. A row's episodes share
+        the seed of their environment."""
         wanted = [
-            Wanted(prompt=i, sample=k, row=row, seed=_env_seed(seed, step, group))
-            for i, (row, group) in enumerate(zip(rows, groups, strict=True))
+            Wanted(prompt=number, sample=k, row=row, seed=_env_seed(seed, step, groups[number]))
+            for number, row in rows.items()
             for k in range(n)
         ]
         episodes = self.player.play(wanted, sampling, seed=seed, step=step)
         _report_failures(episodes)
         return episodes
 
-    def score(self, episodes: Sequence[Played], *, state: Mapping[str, Any], groups: Sequence[int]) -> list[Side]:
+    def score(self, episodes: Sequence[Played], *, state: Mapping[str, Any], groups: Mapping[int, int]) -> list[Side]:
         """What each player who had a turn did, and its score. `state` is what rewards see as `trainer_state`."""
         sides = [
             (episode, player, trajectories)
@@ -146,21 +148,19 @@ class Arena:
 class Episodes(OfRows):
     """The collector of episodes: prompts are taken from the rows in order, each is played `samples` times."""
 
-    def __init__(self, options: RLOptions, arena: Arena, *, rows: Rows, rank: int = 0, ranks: int = 1) -> None:
-        super().__init__(options, rows, rank=rank, ranks=ranks)
+    def __init__(self, options: RLOptions, arena: Arena, *, rows: Rows, ranks: Ranks | None = None) -> None:
+        super().__init__(options, rows, ranks=ranks)
         self.arena = arena
         self._metrics: dict[str, float] = {}
 
     def collect(self, step: int) -> Collected:
         """Play the next rows and score what came of it."""
         o = self.options
-        state = run_state(o, self.order, step, rank=self.rank)
-        chosen = self.order.take(o.prompts)[self.rank :: self.ranks]
-        groups = [step * o.prompts + i * self.ranks + self.rank for i in range(len(chosen))]
-        seed = o.seed + self.rank * 2**32
-        rows, timer = [self.rows[i] for i in chosen], self.arena.timer
+        state, chosen, timer = self.state_at(step), self.take(), self.arena.timer
+        rows = {number: self.rows[i] for number, i in chosen.items()}
+        groups = {number: step * o.prompts + number for number in chosen}
         with timer.phase("generate"):
-            episodes = self.arena.play(rows, o.sampling, n=o.samples, seed=seed, step=step, groups=groups)
+            episodes = self.arena.play(rows, o.sampling, n=o.samples, seed=o.seed, step=step, groups=groups)
         with timer.phase("reward"):
             sides = self.arena.score(episodes, state=state, groups=groups)
         if not sides:
@@ -177,7 +177,7 @@ class Episodes(OfRows):
             answers=[answer for *_, answer in flat],
             scored=[side.scored for _, side, *_ in flat],
             rows=[chosen[side.row] for _, side, *_ in flat],
-            seed=seed,
+            seed=o.seed,
             messages=[side.episode.sides[side.player].messages for _, side, *_ in flat],
         )
 
@@ -233,9 +233,9 @@ class EpisodeEvaluator(HeldOut):
         return numbers
 
     def _play(self, sampling: Sampling, n: int) -> tuple[list[Played], list[Side]]:
-        rows = [self.rows[i] for i in range(len(self.rows))]
-        step, groups = EVALUATION_STEP, list(range(len(rows)))
-        episodes = self.arena.play(rows, sampling, n=n, seed=self.seed, step=step, groups=groups)
+        rows = dict(enumerate(self.rows[i] for i in range(len(self.rows))))
+        groups = {number: number for number in rows}
+        episodes = self.arena.play(rows, sampling, n=n, seed=self.seed, step=EVALUATION_STEP, groups=groups)
         sides = self.arena.score(episodes, state=self.state, groups=groups)
         self.arena.reward.take_metrics()  # so that what evaluations log and count is not mistaken for training's
         return episodes, sides

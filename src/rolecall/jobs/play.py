@@ -59,14 +59,14 @@ def run(options: PlayOptions, *, env: EnvSource | None = None, rows: RowsSource 
         prompts = {"prompt": options.agent.prompt, "learned": learnt.prompt_in(source)}
         train, test = episode_rows(source, given, how, n=options.n, seed=options.seed, **prompts)
         found = train if test is None else test
-        chosen = list(head(found, options.n))
+        chosen = dict(enumerate(head(found, options.n)))
         envs = open_envs(source, options.agent, stack)
         policy = open_model(options.model, **reading(options.policy))
         chat = learnt.filled(options.chat)
         arena = open_arena(
             envs, options.agent, policy=policy, engine=sampler(policy, options), reward=EnvOnly(), chat=chat
         )
-        groups = list(range(len(chosen)))
+        groups = {number: number for number in chosen}
         episodes = arena.play(chosen, options.sampling, n=1, seed=options.seed, step=0, groups=groups)
     return [
         Conversation(

@@ -36,6 +36,7 @@ from rolecall.tasks.rows import Rows
 from rolecall.tasks.sources import RowsSource
 from rolecall.train.callbacks import Given
 from rolecall.train.progress import Progress
+from rolecall.train.ranks import Ranks
 from rolecall.train.reference import Reference
 from rolecall.train.rundir import RunDir
 
@@ -101,12 +102,11 @@ def build(job: Job) -> Built:
     arena = None
     if asked.envs is not None:
         arena = open_arena(asked.envs, options.agent, chat=options.chat, **parts)
-    rank = {"rank": job.accelerator.process_index, "ranks": job.accelerator.num_processes}
     collector: Collector | None = None
     if options.from_run is not None:
-        collector = _stored_answers(options, policy, engine, **rank)
+        collector = _stored_answers(options, policy, engine, updater.ranks)
     elif arena is not None and rows is not None:
-        collector = Episodes(options, arena, rows=rows, **rank)
+        collector = Episodes(options, arena, rows=rows, ranks=updater.ranks)
     learner = RLLearner(
         options,
         module=module,
@@ -187,7 +187,7 @@ def _evaluator(job: Job, asked: _Asked, parts: dict[str, Any], arena: Arena | No
     return Evaluator(rows=asked.test, chat=options.chat, **parts, **how)
 
 
-def _stored_answers(options: RLOptions, policy: LoadedModel, engine: Engine, *, rank: int, ranks: int) -> StoredAnswers:
+def _stored_answers(options: RLOptions, policy: LoadedModel, engine: Engine, ranks: Ranks) -> StoredAnswers:
     """The rollouts to train on in place of new ones, all read once and found good."""
     assert options.from_run is not None
     try:
@@ -215,7 +215,7 @@ def _stored_answers(options: RLOptions, policy: LoadedModel, engine: Engine, *, 
         _log.warning(
             "%d of %d sampled tokens have no finite behaviour log-prob and are left out", facts.unknown, facts.tokens
         )
-    return StoredAnswers(store, rank=rank, ranks=ranks)
+    return StoredAnswers(store, ranks=ranks)
 
 
 def _module(policy: LoadedModel, options: RLOptions) -> PolicyModel:

@@ -57,22 +57,21 @@ class Asker:
 
     def ask(
         self,
-        chosen: Sequence[int],
+        chosen: Mapping[int, int],
         *,
         samples: int,
         seed: int,
         step: int,
         state: Mapping[str, Any],
-        first: int = 0,
         greedy: bool = False,
     ) -> list[Answered]:
-        """Answer the chosen rows `samples` times each; they are the step's prompts number `first` and on.
+        """Answer the chosen rows, given by their prompts' numbers in the step, `samples` times each.
 
         `state` is what rewards see as `trainer_state`. With `greedy`, also once with the likeliest tokens; that answer
         is scored and reported beside the others.
         """
-        rows = [self.rows[i] for i in chosen]
-        requests = [self._request(row, samples, seed, step, first + i) for i, row in enumerate(rows)]
+        rows = {number: self.rows[i] for number, i in chosen.items()}
+        requests = [self._request(row, samples, seed, step, number) for number, row in rows.items()]
         likeliest = [replace(r, n=1, sampling=replace(r.sampling, temperature=0.0)) for r in requests] if greedy else []
         with self.timer.phase("generate"):
             completions = answered(self.engine, requests, self.timer)
@@ -81,7 +80,7 @@ class Asker:
         answers = [answer_text(self.policy, c) for c in both]
         with self.timer.phase("reward"):
             scored = self.reward.score(
-                [self._sample(rows[c.prompt - first], c, a) for c, a in zip(both, answers, strict=True)],
+                [self._sample(rows[c.prompt], c, a) for c, a in zip(both, answers, strict=True)],
                 state=state,
             )
         beside = {
@@ -103,7 +102,7 @@ class Asker:
                 scored=[s for _, _, s in found[request.prompt]],
                 greedy=beside[request.prompt][1] if greedy else None,
             )
-            for row, request in zip(chosen, requests, strict=True)
+            for row, request in zip(chosen.values(), requests, strict=True)
         ]
 
     def samples_of(self, group: Answered) -> list[Sample]:

@@ -43,7 +43,9 @@ class BestOfN:
         """Answers to the step's prompts, in the order of the rows."""
         o = self.options
         chosen = range(len(self.asker.rows))[step * o.prompts : (step + 1) * o.prompts]
-        return step, self.asker.ask(chosen, samples=o.n, seed=o.seed, step=step, state=self._state(step))
+        return step, self.asker.ask(
+            dict(enumerate(chosen)), samples=o.n, seed=o.seed, step=step, state=self._state(step)
+        )
 
     def update(self, experience: tuple[int, list[Answered]]) -> None:
         """Ask the judge, put all answers on record, and measure."""

@@ -1,11 +1,10 @@
 """Where a step's experience comes from: answers to rows, sampled and scored, or the rollouts of another run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
@@ -17,6 +16,7 @@ from rolecall.rewards.records import Messages, Reward, Sample, Scored, trainer_s
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
 from rolecall.train.data import RowOrder, StreamOrder, order_of
+from rolecall.train.ranks import Ranks
 from rolecall.train.timing import Timer
 from rolecall.types import Trajectory
 
@@ -81,12 +81,20 @@ def run_state(options: Any, order: RowOrder | StreamOrder | None, step: int, *, 
 
 
 class OfRows:
-    """What collectors share: rows are taken in order. Of every step's prompts, rank r of n takes each n-th, from the r-th
-    on."""
+    """What collectors share: rows are taken in order, and each rank has its share of every step's prompts."""
 
-    def __init__(self, options: RLOptions, rows: Rows, *, rank: int, ranks: int) -> None:
-        self.options, self.rows, self.rank, self.ranks = options, rows, rank, ranks
+    def __init__(self, options: RLOptions, rows: Rows, *, ranks: Ranks | None) -> None:
+        self.options, self.rows, self.ranks = options, rows, ranks or Ranks()
         self.order = order_of(rows, seed=options.seed)
+
+    def state_at(self, step: int) -> dict[str, Any]:
+        """What rewards see as `trainer_state`."""
+        return run_state(self.options, self.order, step, rank=self.ranks.number)
+
+    def take(self) -> dict[int, int]:
+        """The rows of this rank's prompts for the next step, by the prompts' numbers."""
+        prompts = self.options.prompts
+        return dict(zip(self.ranks.share(range(prompts)), self.ranks.share(self.order.take(prompts)), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the rows."""
@@ -113,23 +121,20 @@ class Answers(OfRows):
         reward: Reward,
         rows: Rows,
         timer: Timer,
-        rank: int = 0,
-        ranks: int = 1,
-        all_sum: Callable[[Tensor], Tensor] = lambda x: x,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`all_sum` adds over ranks."""
-        super().__init__(options, rows, rank=rank, ranks=ranks)
-        self.policy, self.engine, self.reward, self.timer, self.all_sum = policy, engine, reward, timer, all_sum
+        super().__init__(options, rows, ranks=ranks)
+        self.policy, self.engine, self.reward, self.timer = policy, engine, reward, timer
 
     def collect(self, step: int) -> Collected:
         """Sample answers to the next prompts and score them."""
-        o, seed = self.options.algorithm, self.options.seed + self.rank * 2**32
-        self._state = run_state(self.options, self.order, step, rank=self.rank)
-        kept = self._ask(self.order.take(self.options.prompts)[self.rank :: self.ranks], step, seed, first=0)
+        o = self.options.algorithm
+        self._state, taken = self.state_at(step), self.take()
+        kept = self._ask(taken, step)
         drawn = None
         if o.resample:
-            kept, drawn = self._replace_flat(kept, step, seed)
-        groups = [(step * self.options.prompts + i * self.ranks + self.rank, g) for i, g in enumerate(kept)]
+            kept, drawn = self._replace_flat(kept, step)
+        groups = [(step * self.options.prompts + number, g) for number, g in zip(taken, kept, strict=True)]
         greedy = [g.greedy for g in kept for _ in g.answers]
         return Collected(
             trajectories=[t for number, g in groups for t in g.trajectories(number)],
@@ -137,13 +142,14 @@ class Answers(OfRows):
             answers=[answer for g in kept for answer in g.answers],
             scored=[s for g in kept for s in g.scored],
             rows=[g.row for g in kept for _ in g.answers],
-            seed=seed,
+            seed=self.options.seed,
             baselines=[s.total if s is not None else None for s in greedy] if o.name == "remax" else None,
             drawn=drawn,
         )
 
-    def _ask(self, chosen: Sequence[int], step: int, seed: int, *, first: int) -> list[Answered]:
-        if not chosen:
+    def _ask(self, rows: Mapping[int, int], step: int) -> list[Answered]:
+        """The answers to rows, given by their prompts' numbers."""
+        if not rows:
             return []
         o = self.options
         asker = Asker(
@@ -156,18 +162,20 @@ class Answers(OfRows):
             timer=self.timer,
         )
         greedy = o.algorithm.name == "remax"
-        return asker.ask(chosen, samples=o.samples, seed=seed, step=step, state=self._state, first=first, greedy=greedy)
+        return asker.ask(rows, samples=o.samples, seed=o.seed, step=step, state=self._state, greedy=greedy)
 
-    def _replace_flat(self, groups: list[Answered], step: int, seed: int) -> tuple[list[Answered], Resampled]:
+    def _replace_flat(self, groups: list[Answered], step: int) -> tuple[list[Answered], Resampled]:
         """Ask further prompts, as many as groups are flat, for the rounds that are left."""
-        wanted, everything, rounds = len(groups), list(groups), 1
+        wanted, everything, rounds, asked = len(groups), list(groups), 1, self.options.prompts
         while rounds < self.options.algorithm.resample:
             missing = wanted - sum(not g.flat for g in everything)
-            chosen = self._take(missing)
-            if chosen is None:
+            before, needed = self._needed(missing)
+            if not needed:
                 break
-            everything += self._ask(chosen, step, seed, first=len(everything))
-            rounds += 1
+            own = slice(before, before + missing)
+            numbers, chosen = range(asked, asked + needed)[own], self.order.take(needed)[own]
+            everything += self._ask(dict(zip(numbers, chosen, strict=True)), step)
+            asked, rounds = asked + needed, rounds + 1
         useful, flat = [g for g in everything if not g.flat], [g for g in everything if g.flat]
         totals = [s.total for g in everything for s in g.scored if s.total is not None]
         drawn = Resampled(
@@ -175,23 +183,19 @@ class Answers(OfRows):
         )
         return useful + flat[len(flat) - (wanted - len(useful)) :], drawn
 
-    def _take(self, missing: int) -> list[int] | None:
-        """This rank's share of the rows that all ranks need next; None if none needs any."""
-        each = torch.zeros(self.ranks, dtype=torch.float64)
-        each[self.rank] = missing
-        needs = [int(n) for n in self.all_sum(each).tolist()]
-        if not sum(needs):
-            return None
-        start = sum(needs[: self.rank])
-        return self.order.take(sum(needs))[start : start + missing]
+    def _needed(self, missing: int) -> tuple[int, int]:
+        """(what the ranks before this one need next, what all of them need)."""
+        each = torch.zeros(self.ranks.count, dtype=torch.float64)
+        each[self.ranks.number] = missing
+        needs = [int(n) for n in self.ranks.all_sum(each).tolist()]
+        return sum(needs[: self.ranks.number]), sum(needs)
 
 
 class StoredAnswers:
     """A `Collector` that reads. Files are taken in order, again from the first when all were taken."""
 
-    def __init__(self, store: RolloutStore, *, rank: int = 0, ranks: int = 1) -> None:
-        """Of every file's groups, rank r of n takes each n-th, from the r-th on."""
-        self.store, self.rank, self.ranks, self.taken = store, rank, ranks, 0
+    def __init__(self, store: RolloutStore, *, ranks: Ranks | None = None) -> None:
+        self.store, self.ranks, self.taken = store, ranks or Ranks(), 0
 
     def collect(self, step: int) -> Collected:
         """The next file."""
@@ -201,7 +205,7 @@ class StoredAnswers:
         rows = self._rows(found)
         if not rows:
             raise UserError(
-                f"{self.store.files[index]} has fewer groups than there are processes; use {self.ranks - 1} or fewer"
+                f"{self.store.files[index]} has fewer groups than there are processes; use {self.ranks.count - 1} or fewer"
             )
         return Collected(
             trajectories=[found.trajectories[i] for i in rows],
@@ -225,8 +229,8 @@ class StoredAnswers:
         self.taken = int(state["taken"])
 
     def _rows(self, found: Rollouts) -> list[int]:
-        groups = list(dict.fromkeys(t.group for t in found.trajectories))[self.rank :: self.ranks]
-        return [i for i, t in enumerate(found.trajectories) if t.group in set(groups)]
+        groups = set(self.ranks.share(list(dict.fromkeys(t.group for t in found.trajectories))))
+        return [i for i, t in enumerate(found.trajectories) if t.group in groups]
 
 
 class Unasked:

@@ -75,12 +75,13 @@ class ExpertIterationLearner:
 
     def collect(self, step: int) -> Round:
         """Sample answers to the next prompts and choose which to imitate."""
-        o, accelerator = self.options, self.updater.accelerator
-        rank, ranks = accelerator.process_index, accelerator.num_processes
-        state = run_state(o, self.order, step, rank=rank)
-        chosen = self.order.take(o.prompts)[rank::ranks]
-        groups = self.asker.ask(chosen, samples=o.samples, seed=o.seed + rank * 2**32, step=step, state=state)
-        trajectories = [t for i, g in enumerate(groups) for t in g.trajectories(step * o.prompts + i * ranks + rank)]
+        o, ranks = self.options, self.updater.ranks
+        state = run_state(o, self.order, step, rank=ranks.number)
+        rows = dict(zip(ranks.share(range(o.prompts)), ranks.share(self.order.take(o.prompts)), strict=True))
+        groups = self.asker.ask(rows, samples=o.samples, seed=o.seed, step=step, state=state)
+        trajectories = [
+            t for number, g in zip(rows, groups, strict=True) for t in g.trajectories(step * o.prompts + number)
+        ]
         kept = [i * o.samples + j for i, group in enumerate(groups) for j in self._chosen(group)]
         self.unscored = unscored(self.asker.rows, groups)
         found = Round(step=step, groups=groups, trajectories=trajectories, kept=kept)

@@ -24,6 +24,7 @@ from rolecall.policy.model import Outputs
 from rolecall.recipes.algorithms import need, weighted
 from rolecall.recipes.experience import MiniStep, Replayed, Rollout, compared
 from rolecall.train.metrics import Meter
+from rolecall.train.ranks import Ranks
 from rolecall.train.step import Loss, Term, trained
 from rolecall.types import Batch, Trajectory
 
@@ -46,17 +47,11 @@ class Replay:
         *,
         prepare: Prepare,
         own_loss: bool = False,
-        all_sum: Callable[[Tensor], Tensor] = lambda x: x,
-        gather: Callable[[list[StoredGroup]], list[StoredGroup]] = lambda groups: groups,
-        rank: int = 0,
-        ranks: int = 1,
+        ranks: Ranks | None = None,
     ) -> None:
-        """A loss of the user's own (`own_loss`) is left as it is: it finds replayed rows by `batch.replayed`. `gather` puts
-        the lists of all ranks together."""
+        """A loss of the user's own (`own_loss`) is left as it is: it finds replayed rows by `batch.replayed`."""
         o = options.replay
-        self.options, self._prepare, self._all_sum, self._gather = options, prepare, all_sum, gather
-        self._own_loss = own_loss
-        self._rank, self._ranks = rank, ranks
+        self.options, self._prepare, self._own_loss, self._ranks = options, prepare, own_loss, ranks or Ranks()
         self.buffer = ReplayBuffer(
             Limits(size=o.size, max_staleness=o.max_staleness, max_uses=o.max_uses),
             sampler=o.sampler,
@@ -109,7 +104,7 @@ class Replay:
             )
             for places in rows.values()
         ]
-        self.buffer.add(sorted(self._gather(groups), key=lambda group: group.group))
+        self.buffer.add(sorted(self._ranks.gather(groups), key=lambda group: group.group))
 
     def mark(self) -> Callable[[], None]:
         """This moment, to come back to, without a copy of what the buffer holds."""
@@ -148,24 +143,24 @@ class Replay:
         solved = sum(total >= o.solved_at for total in totals if total is not None)
         flat = batch.groups[(batch.verdicts == Verdict.FLAT_GROUP).any(dim=1)].unique().numel()
         local = torch.tensor([solved, sum(total is not None for total in totals), flat], dtype=torch.float64)
-        solved_all, scored_all, flat_all = self._all_sum(local).tolist()
+        solved_all, scored_all, flat_all = self._ranks.all_sum(local).tolist()
         self.started = self.started or solved_all >= o.start_when * max(scored_all, 1)
         if not self.started:
             return Drawn(groups=(), wanted=0)
         wanted = round(self.options.prompts * o.share / (1 - o.share))
         wanted += int(flat_all) if o.replace_flat else 0
-        wanted -= wanted % self._ranks
+        wanted -= wanted % self._ranks.count
         drawn = self.buffer.draw(wanted, version=version, step=rollout.step)
         self._say(drawn)
-        whole = len(drawn.groups) - len(drawn.groups) % self._ranks
+        whole = len(drawn.groups) - len(drawn.groups) % self._ranks.count
         return dataclasses.replace(
-            drawn, groups=drawn.groups[self._rank : whole : self._ranks], wanted=wanted // self._ranks
+            drawn, groups=tuple(self._ranks.share(drawn.groups[:whole])), wanted=wanted // self._ranks.count
         )
 
     def _say(self, drawn: Drawn) -> None:
         """Once for every reason that comes up, not at every step."""
         reason = "".join(c for c in drawn.why if not c.isdigit()) if drawn.groups else drawn.why and "none"
-        if reason and reason != self._said and self._rank == 0:
+        if reason and reason != self._said and self._ranks.number == 0:
             _log.info("replay: %s; the step trains on these and on what is fresh", drawn.why)
         self._said = reason
 

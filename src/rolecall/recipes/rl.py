@@ -66,10 +66,11 @@ class RLLearner:
         self._own_advantage = None if advantage is None else own_advantage(advantage, returns=targets)
         self._own_loss = None if loss is None else own_loss(loss)
         self.timer = timer or Timer()
-        if options.prompts < updater.accelerator.num_processes:
+        self.ranks = updater.ranks
+        if options.prompts < self.ranks.count:
             raise ValueError(
-                f"{options.prompts} prompts per step cannot be shared by {updater.accelerator.num_processes} processes; "
-                "raise prompts or use fewer processes"
+                f"{options.prompts} prompts per step cannot be shared by {self.ranks.count} processes; raise prompts or use "
+                "fewer processes"
             )
         o = options.algorithm
         self.sampling = options.sampling
@@ -93,10 +94,7 @@ class RLLearner:
                 options,
                 prepare=self._prepare_replayed,
                 own_loss=loss is not None,
-                all_sum=updater.all_sum,
-                gather=updater.all_gather,
-                rank=updater.accelerator.process_index,
-                ranks=updater.accelerator.num_processes,
+                ranks=self.ranks,
             )
         self._meter = Meter()
         self._metrics: dict[str, float] = {}
@@ -114,9 +112,7 @@ class RLLearner:
             reward=self.reward,
             rows=rows,
             timer=self.timer,
-            rank=self.updater.accelerator.process_index,
-            ranks=self.updater.accelerator.num_processes,
-            all_sum=self.updater.all_sum,
+            ranks=self.ranks,
         )
 
     # -- rolling out ---------------------------------------------------------------------------------------------
@@ -185,10 +181,11 @@ class RLLearner:
         set_lr(self.updater.optimizer, lr_factor(rollout.step, steps=self.options.steps, options=self.options.optim))
         getattr(self.engine, "release", lambda: None)()
         steps: list[MiniStep] = []
+        numbers = self._row_numbers(batch)
         planned = [
             (epoch, i, rows)
             for epoch in range(o.epochs)
-            for i, rows in enumerate(self._minibatches(batch, rollout.step, epoch))
+            for i, rows in enumerate(self._minibatches(numbers, rollout.step, epoch))
         ]
         for epoch, i, rows in self.timer.parts(planned):
             part = batch if o.minibatches == 1 else batch.rows(rows)
@@ -215,17 +212,37 @@ class RLLearner:
             self._metrics |= getattr(watch, "metrics", dict)()
         return steps
 
-    def _minibatches(self, batch: Batch, step: int, epoch: int) -> Sequence[Tensor]:
-        """The rows of each optimiser step; the samples of an episode stay together."""
-        o, n = self.options.algorithm, len(batch)
+    def _row_numbers(self, batch: Batch) -> list[int]:
+        """Of each row: the number of its episode, or of the row among those of all ranks, which is its own in one process."""
+        if batch.episodes is not None:
+            return batch.episodes.tolist()
+        if self.ranks.count == 1:
+            return list(range(len(batch)))
+        # One process has the fresh groups in the order of their numbers, then the replayed ones, -1, -2, …, which every
+        # rank counts for itself. A group is on one rank.
+        number, count = self.ranks.number, self.ranks.count
+        replayed = [False] * len(batch) if batch.replayed is None else batch.replayed.tolist()
+        groups = [
+            (-1 - group) * count + number if again else group
+            for group, again in zip(batch.groups.tolist(), replayed, strict=True)
+        ]
+        keys = list(zip(replayed, groups, range(len(batch)), strict=True))
+        place = {key: i for i, key in enumerate(sorted(self.ranks.gather(keys)))}
+        return [place[key] for key in keys]
+
+    def _minibatches(self, numbers: Sequence[int], step: int, epoch: int) -> Sequence[Tensor]:
+        """This rank's rows of each optimiser step, which is that of one process; the samples of an episode stay together."""
+        o = self.options.algorithm
         if o.minibatches == 1:
-            return [torch.arange(n)]
+            return [torch.arange(len(numbers))]
+        everywhere = sorted(set(self.ranks.gather(list(numbers))))
         rng = np.random.default_rng([self.options.seed, step, epoch])
-        if batch.episodes is None:
-            return torch.from_numpy(rng.permutation(n)).tensor_split(o.minibatches)
-        names, index = torch.unique(batch.episodes, return_inverse=True)
-        parts = torch.from_numpy(rng.permutation(len(names))).tensor_split(o.minibatches)
-        return [torch.cat([(index == i).nonzero().flatten() for i in part]) for part in parts]
+        rows: dict[int, list[int]] = {}
+        for row, number in enumerate(numbers):
+            rows.setdefault(number, []).append(row)
+        parts = np.array_split(rng.permutation(len(everywhere)), o.minibatches)
+        chosen = [[row for i in part.tolist() for row in rows.get(everywhere[i], ())] for part in parts]
+        return [torch.tensor(part, dtype=torch.long) for part in chosen]
 
     def _move_knobs(self, rollout: Rollout) -> None:
         """The KL controller and the moving baseline after this rollout, and the reference if its time has come."""

@@ -24,6 +24,7 @@ from rolecall.experience.batches import lengths_of, micro_batches
 from rolecall.maths.reduce import denominator_of, position_weights, sequence_lengths
 from rolecall.maths.roles import Verdict
 from rolecall.policy.model import Against, Outputs, PolicyModel, shares_prefixes
+from rolecall.train.ranks import Ranks
 from rolecall.train.state import first_non_finite
 from rolecall.train.timing import Timer
 from rolecall.types import Batch
@@ -252,6 +253,12 @@ class Updater:
         gradient = first_non_finite({name: p.grad for name, p in held.items() if p.grad is not None})
         return "the loss" if gradient is None else f"the gradient of {gradient}"
 
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train together."""
+        number, count = self.accelerator.process_index, self.accelerator.num_processes
+        return Ranks(number=number, count=count, all_sum=self.all_sum, all_max=self.all_max, gather=self.all_gather)
+
     def all_sum(self, x: Tensor) -> Tensor:
         """A tensor added up over ranks."""
         return self._over_ranks(x, "sum")
@@ -333,6 +340,7 @@ class _Tally:
 
     def outputs(self) -> Outputs:
         """The outputs of all rows."""
-        zeros = torch.zeros(self._shape)  # where this rank had nothing to compute
         held = self._outputs
-        return Outputs(held.get("logprobs", zeros), held.get("entropy", zeros), held.get("values"), held.get("kl"))
+        if not held:  # this rank had nothing to compute
+            return Outputs(*[torch.zeros(self._shape) for _ in Outputs._fields])
+        return Outputs(held["logprobs"], held["entropy"], held.get("values"), held.get("kl"))

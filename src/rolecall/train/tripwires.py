@@ -214,7 +214,7 @@ def denominators(
         weights = position_weights(term.mask, mode=term.mode, denominator=counts[name], norm=term.norm, lengths=lengths)
         wanted = term.coef * weights * torch.where(term.mask, term.values, 0).double()
         off = (wanted - parts[name]).abs()
-        slack = 1e-5 * float(wanted.abs().max()) + 1e-9
+        slack = 1e-5 * float(wanted.abs().max() if wanted.numel() else 0) + 1e-9  # a rank may have no row
         if bool((off <= slack).all()):
             continue
         return Finding(
