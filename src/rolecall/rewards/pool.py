@@ -91,7 +91,6 @@ class RewardPool(WorkerPool):
                     this.broke(job, said.how, said.why)
                 else:
                     this.heard(job, said, name=self.names[job.function])
-                self.advance(this.known, len(samples) * len(self.names), "rewards")
 
             def waiting(job: Job, seconds: float) -> None:
                 name, on = self.names[job.function], this.current(job)
@@ -104,6 +103,7 @@ class RewardPool(WorkerPool):
                     heard=heard,
                     waiting=waiting,
                     say_after_s=self.say_after_s,
+                    progress=lambda: self.advance(this.known, len(samples) * len(self.names), "rewards"),
                 )
             except RewardError as error:  # the run was under way: not a mistake of the command line
                 error.exit_code = 1 if error.exit_code == 2 else error.exit_code

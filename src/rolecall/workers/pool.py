@@ -113,22 +113,25 @@ class WorkerPool:
         *,
         pack: Pack,
         heard: Heard,
-        waiting: Callable[[Any, float], None] | None = None,
+        waiting: Callable[[Any, float], None] = lambda job, seconds: None,
         say_after_s: float = inf,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         """Do all jobs: each worker takes those of its queue, which several workers may share and `heard` may extend.
 
         `pack(job, worker)` is what the worker is sent, or None if only a worker that is gone could do it. `heard(job,
         said)` gets what comes of it, message by message. What it cannot make sense of is a worker that was taken over.
-        `waiting(job, seconds)` is called when a job has said nothing for `say_after_s`, for twice as long, and so on.
+        `waiting(job, seconds)` is called when a job has said nothing for `say_after_s`, for twice as long, and so on;
+        `progress` after whatever was heard.
         """
         try:
             while any(queues) or any(worker.job is not None for worker in self.workers):
                 for place, queue in enumerate(queues):
                     self._give(self.workers[place], queue, pack, heard)
                 self._hear(heard, min([1.0, *(say_after_s * w.patience - w.waited for w in self._busy)]))
+                progress()
                 for worker in self._busy:
-                    if waiting is not None and worker.waited >= say_after_s * worker.patience:
+                    if worker.waited >= say_after_s * worker.patience:
                         worker.patience *= 2
                         waiting(worker.job, worker.waited)
         finally:
