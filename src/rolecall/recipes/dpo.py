@@ -51,9 +51,11 @@ class DPOLearner:
         self.rule = TrainRule(stop=options.train_stop)
         self.order = order_of(pairs, seed=options.seed)
         self._metrics: dict[str, float] = {}
+        self._step = 0
 
     def collect(self, step: int) -> Batch:
         """This rank's part of the next pairs, rows chosen, rejected, chosen, …, with the reference's log-probs."""
+        self._step = step
         accelerator = self.updater.accelerator
         chosen = self.order.take(self.options.batch)[accelerator.process_index :: accelerator.num_processes]
         set_lr(self.updater.optimizer, lr_factor(step, steps=self.options.steps, options=self.options.optim))
@@ -93,7 +95,8 @@ class DPOLearner:
             updater.accelerator.backward(total * updater.accelerator.num_processes)
 
         sizes = 2 * lengths_of(batch).view(-1, 2).amax(dim=1)
-        grad_norm, finite = updater.descend(micro_batches(sizes, token_budget=updater.token_budget), backward)
+        parts = micro_batches(sizes, token_budget=updater.token_budget)
+        grad_norm, finite = updater.descend(parts, backward, place=(self._step, 0))
         meter = Meter()
         _measure(meter, found, reference.double(), beta=o.beta)
         meter.total("num_tokens", mask.sum())

@@ -49,7 +49,7 @@ class SFTLearner:
 
     def update(self, batch: Batch) -> None:
         """One optimiser step."""
-        result = self.updater.step(batch, nll, temperature=1.0)
+        result = self.updater.step(batch, nll, temperature=1.0, place=(self._step, 0))
         if result.skipped:
             self.updater.say_skipped(self._step, result, [f"row {row}" for row in batch.groups.tolist()])
         meter, mask = Meter(), trained(batch)
