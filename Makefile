@@ -53,9 +53,9 @@ test-slow: $(STAMPS)/dev  ## tests that take minutes or a downloaded model
 test-plain: $(STAMPS)/dev  ## the tests of models, engines and updates with every fast path turned off
 	ROLECALL_FLAT=0 ROLECALL_KERNELS=0 $(BIN)/pytest -n 2 --dist loadfile tests/policy tests/rollout tests/agents tests/train tests/recipes
 
-kernels: $(STAMPS)/dev  ## every C file compiled and tested for x86-64-v2, v3, v4 and this machine; compiled for aarch64
-	@command -v aarch64-linux-gnu-gcc >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
-	  && apt-get install -y -qq --no-install-recommends gcc-aarch64-linux-gnu libc6-dev-arm64-cross >/dev/null 2>&1; } || true
+kernels: $(STAMPS)/dev  ## every C file compiled and tested for x86-64-v2, v3, v4 and this machine; for aarch64 emulated
+	@command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64 >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+	  && apt-get install -y -qq --no-install-recommends gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user >/dev/null 2>&1; } || true
 	$(BIN)/python .ci/kernels
 
 check: $(STAMPS)/dev  ## lint, types, import contracts

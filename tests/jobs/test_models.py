@@ -238,7 +238,8 @@ def test_targets_and_rank_stabilised_scale():
 @pytest.mark.parametrize(
     ("policy", "sentence"),
     [
-        ({"lora_dropout": 0.1, "lora_rank": 4}, "lora_dropout is 0.1, but dropout is off throughout"),
+        ({"lora_dropout": 1.0, "lora_rank": 4}, "from 0 to below 1, got 1"),
+        ({"lora_dropout": 0.1}, "give lora_rank too"),
         ({"lora_targets": ["q_proj"]}, "give lora_rank too"),
         ({"lora_alpha": 4.0}, "give lora_rank too"),
         ({"lora_rs": True}, "give lora_rank too"),

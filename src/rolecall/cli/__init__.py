@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 import rolecall
 from rolecall.cli.commands import COMMANDS, Command, imported
+from rolecall.cli.watched import watched
 from rolecall.errors import UserError
 
 _ERROR, _USAGE, _INTERRUPTED = 1, 2, 130
@@ -24,6 +25,10 @@ _LIGHT = ("env", "push", "report")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `rolecall` with these arguments and return its exit code."""
+    return _answer(argv) if argv is not None else watched(lambda: _answer(None))
+
+
+def _answer(argv: Sequence[str] | None) -> int:
     # Threads that spin while they wait make a busy machine many times slower; read when torch is loaded, later.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if (
@@ -71,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _system_refused(error: Exception) -> str | None:
     """A sentence for what the machine does not give; None if the error is about something else."""
     text = str(error)
-    if isinstance(error, MemoryError) or "allocate memory" in text or "failed to map segment" in text:
+    signs = ("allocate memory", "failed to map segment", "can't start new thread")
+    if isinstance(error, MemoryError) or any(sign in text for sign in signs):
         return "out of memory; give the process more, or choose a smaller model, batch or context"
     if isinstance(error, RuntimeError) and "home directory" in text:
         return f"user {os.geteuid()} has no home directory, so a path cannot begin with ~; write it out, or set HOME"

@@ -98,20 +98,24 @@ class PolicyOptions(LoadOptions):
     lora_rs: bool = False
     """Scale the adapter by alpha / sqrt(rank), not alpha / rank (rsLoRA)."""
     lora_dropout: float = 0.0
-    """Only 0: dropout is off throughout, because the log-probs of sampling and training must agree."""
+    """Share of the adapter's inputs that training drops; sampling, scoring and evaluation drop nothing. RL needs
+    `algorithm.old_logprobs` detach."""
     quantize: Literal["none", "int8", "int4"] = "none"
     """Hold the model below a LoRA adapter in 8 bits, or in 4 (NF4): less memory, more time."""
 
     def __post_init__(self) -> None:
         if self.quantize != "none" and self.lora_rank is None:
             raise ValueError(f"quantize {self.quantize} holds weights that do not train: give lora_rank too")
-        if self.lora_dropout:
+        if not 0 <= self.lora_dropout < 1:
             raise ValueError(
-                f"lora_dropout is {self.lora_dropout:g}, but dropout is off throughout, because the log-probs of sampling "
-                "and training must agree: leave it out"
+                f"lora_dropout is the share of inputs to drop, from 0 to below 1, got {self.lora_dropout:g}"
             )
-        if self.lora_rank is None and (self.lora_alpha is not None or self.lora_targets or self.lora_rs):
-            raise ValueError("lora_alpha, lora_targets and lora_rs belong to an adapter: give lora_rank too")
+        if self.lora_rank is None and (
+            self.lora_alpha is not None or self.lora_targets or self.lora_rs or self.lora_dropout
+        ):
+            raise ValueError(
+                "lora_alpha, lora_targets, lora_rs and lora_dropout belong to an adapter: give lora_rank too"
+            )
         if self.lora_rank is not None and self.lora_rank < 1:
             raise ValueError(f"lora_rank must be at least 1, got {self.lora_rank}")
 
@@ -147,7 +151,7 @@ class OptimOptions:
     max_grad_norm: float | None = 1.0
     """Clip the gradient to this norm."""
     token_budget: int = 8192
-    """Tokens in a micro-batch, padding included. Changes memory and speed, not the result."""
+    """Tokens in a micro-batch, padding included. Changes memory and speed, not the result (but what LoRA dropout drops)."""
 
     def __post_init__(self) -> None:
         if self.lr <= 0:

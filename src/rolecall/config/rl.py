@@ -286,6 +286,7 @@ class RLOptions(RewardProcessOptions, RunOptions):
                 f"{self.sampling.max_new_tokens}; below 1 it is a share of it"
             )
         self._check_replay()
+        self._check_dropout()
 
     def _check_replay(self) -> None:
         o, replay = self.algorithm, self.replay
@@ -319,6 +320,33 @@ class RLOptions(RewardProcessOptions, RunOptions):
             )
         if replay.normalise == "joint" and o.bootstrap_truncated:
             raise ValueError("replay.normalise joint does not go with algorithm.bootstrap_truncated: use separate")
+
+    def _check_dropout(self) -> None:
+        """A pass that drops gives other log-probs and values than the one that sampled: they must not be compared."""
+        rate, o = self.policy.lora_dropout, self.algorithm
+        if not rate:
+            return
+        unlike = "log-probs of sampling and training must agree where they are compared, and those of a pass that drops do not"
+        if self.from_run is not None or self.replay.on:
+            raise ValueError(
+                f"policy.lora_dropout {rate:g} does not go with stored answers: {unlike}; set it to 0, or leave out --from "
+                "and replay"
+            )
+        if self.old_source != "detach":
+            raise ValueError(
+                f"policy.lora_dropout {rate:g} does not go with old log-probs from {self.old_source}: {unlike}; set "
+                "algorithm.old_logprobs detach with algorithm.epochs 1 and algorithm.minibatches 1, or policy.lora_dropout 0"
+            )
+        if o.kl_coef and o.kl_in == "loss":
+            raise ValueError(
+                f"policy.lora_dropout {rate:g} does not go with the KL in the loss: {unlike}; set algorithm.kl_in reward "
+                "with algorithm.old_logprobs detach, or policy.lora_dropout 0"
+            )
+        if o.critic == "shared":
+            raise ValueError(
+                f"policy.lora_dropout {rate:g} does not go with a critic on the policy's trunk, whose old and new values "
+                "must agree: set algorithm.critic separate, or policy.lora_dropout 0"
+            )
 
     @property
     def sampled_now(self) -> bool:

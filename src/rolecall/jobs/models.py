@@ -19,7 +19,16 @@ from rolecall.config.parts import PolicyOptions
 from rolecall.errors import UserError
 from rolecall.policy.heads import RewardModel
 from rolecall.policy.load import LoadedModel, LoadError, load, reading
-from rolecall.policy.lora import add_adapter, check_installed, continues, has_adapter, load_adapter, merge, merged
+from rolecall.policy.lora import (
+    add_adapter,
+    check_installed,
+    continues,
+    has_adapter,
+    load_adapter,
+    merge,
+    merged,
+    set_dropout,
+)
 from rolecall.policy.objects import from_objects
 from rolecall.policy.quantize import quantized
 from rolecall.rewards.model import RewardModelReward
@@ -94,6 +103,15 @@ def open_policy(name: str, options: Any) -> LoadedModel:
         )
         if goes_on:
             _log.info("training goes on with the adapter of %s", name)
+            before, model = policy.model.peft_config["default"].lora_dropout, policy.model
+            if before and before != how.lora_dropout:
+                _log.warning(
+                    "the adapter of %s was made with dropout %g and trains on with policy.lora_dropout, which is %g",
+                    name,
+                    before,
+                    how.lora_dropout,
+                )
+            set_dropout(model, how.lora_dropout, seed=options.seed)
             return policy
         why = "the model is quantised" if how.quantize != "none" else "its LoRA settings are others"
         _log.warning("the adapter of %s is merged, and a new one goes on top: %s", name, why)
@@ -101,7 +119,13 @@ def open_policy(name: str, options: Any) -> LoadedModel:
     if how.quantize != "none":
         policy = quantized(policy, how.quantize)
     return add_adapter(
-        policy, rank=how.lora_rank, alpha=alpha, target_modules=targets, rs=how.lora_rs, seed=options.seed
+        policy,
+        rank=how.lora_rank,
+        alpha=alpha,
+        target_modules=targets,
+        rs=how.lora_rs,
+        dropout=how.lora_dropout,
+        seed=options.seed,
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from rolecall.policy.dropout import KeyedDropout
 from rolecall.policy.load import LoadedModel, LoadError, check_finite, make_trainable, save, stop_dropout
 from rolecall.policy.quantize import restore
 
@@ -28,12 +29,13 @@ def add_adapter(
     alpha: float = 32,
     target_modules: str | Sequence[str] = "all-linear",
     rs: bool = False,
+    dropout: float = 0.0,
     seed: int = 0,
 ) -> LoadedModel:
     """The model with a fresh adapter; only the adapter trains. Its output is at first exactly that of the model.
 
-    The given model is built into the result and must not be used any more. The seed decides the adapter's random half.
-    `rs` scales it by alpha / sqrt(rank) instead of alpha / rank (rsLoRA).
+    The given model is built into the result and must not be used any more. The seed decides the adapter's random half
+    and what `dropout` drops. `rs` scales it by alpha / sqrt(rank) instead of alpha / rank (rsLoRA).
     """
     peft = _peft()
     base_name = "" if has_adapter(loaded) else loaded.name  # merged, they are no longer the weights of that name
@@ -57,11 +59,15 @@ def add_adapter(
             linear = sorted({n.rpartition(".")[2] for n, m in base.named_modules() if isinstance(m, torch.nn.Linear)})
             raise LoadError(f"LoRA finds no layers {targets} in {loaded.name!r}; it has {', '.join(linear)}") from error
     model.peft_config["default"].base_model_name_or_path = base_name
+    set_dropout(model, dropout, seed=seed)
     return replace(loaded, model=model.train(checkpointing))
 
 
 def load_adapter(loaded: LoadedModel, directory: str | Path, *, trainable: bool = True) -> LoadedModel:
-    """The model with an adapter read from a directory. The given model must not be used any more."""
+    """The model with an adapter read from a directory, without the dropout that its configuration may name.
+
+    The given model must not be used any more.
+    """
     peft = _peft()
     directory = Path(directory)
     if has_adapter(loaded):
@@ -80,9 +86,18 @@ def load_adapter(loaded: LoadedModel, directory: str | Path, *, trainable: bool 
         reason = str(error).strip().splitlines()[0]
         raise LoadError(f"adapter {str(directory)!r} does not fit model {loaded.name!r}: {reason}") from error
     check_finite(model, where=str(directory))
-    model.peft_config["default"].lora_dropout = 0.0
     stop_dropout(model)
     return replace(loaded, model=model.train(checkpointing))
+
+
+def set_dropout(model: Any, rate: float, *, seed: int) -> None:
+    """Drop this share of the adapter's inputs while it trains (`policy.dropout`), in place."""
+    model.peft_config["default"].lora_dropout = rate
+    layers = [
+        m.lora_dropout for m in model.modules() if isinstance(getattr(m, "lora_dropout", None), torch.nn.ModuleDict)
+    ]
+    for number, layer in enumerate(layers):
+        layer["default"] = KeyedDropout(rate, seed=seed, number=number) if rate else torch.nn.Identity()
 
 
 def continues(loaded: LoadedModel, *, rank: int, alpha: float | None, targets: Sequence[str], rs: bool) -> bool:

@@ -117,9 +117,9 @@ class ExpertIterationLearner:
         results: list[StepResult] = []
         everywhere = int(self.updater.all_sum(torch.tensor(float(len(found.kept)))))
         parts = [rows for epoch in range(o.epochs) for rows in self._parts(found, epoch, -(-everywhere // o.batch))]
-        for rows in self.updater.timer.parts(parts):
+        for i, rows in self.updater.timer.parts(list(enumerate(parts))):
             batch = self._batch(found, rows)
-            results.append(self.updater.step(batch, nll, temperature=1.0))
+            results.append(self.updater.step(batch, nll, temperature=1.0, place=(found.step, i)))
             if results[-1].skipped:
                 names = [f"group {group}" for group in batch.groups.tolist()]
                 self.updater.say_skipped(found.step + 1, results[-1], names)

@@ -30,11 +30,12 @@ class RowsLearner:
         self.options, self.updater, self.rows = options, updater, rows
         self.order = order_of(rows, seed=options.seed)
         self._metrics: dict[str, float] = {}
+        self._step = 0
 
     def take(self, step: int) -> list[Any]:
         """This rank's part of the next rows, at the step's learning rate."""
-        accelerator = self.updater.accelerator
-        chosen = self.order.take(self.options.batch)[accelerator.process_index :: accelerator.num_processes]
+        self._step = step + 1
+        chosen = self.updater.ranks.share(self.order.take(self.options.batch))
         set_lr(self.updater.optimizer, lr_factor(step, steps=self.options.steps, options=self.options.optim))
         return [self.rows[i] for i in chosen]
 
@@ -73,7 +74,8 @@ class RowsLearner:
             # DDP averages gradients over ranks; the denominator already counts them all.
             updater.accelerator.backward(total * updater.accelerator.num_processes)
 
-        grad_norm, finite = updater.descend(micro_batches(sizes, token_budget=updater.token_budget), backward)
+        parts = micro_batches(sizes, token_budget=updater.token_budget)
+        grad_norm, finite = updater.descend(parts, backward, place=(self._step, 0))
         return sides, {"loss": float(updater.all_sum(loss)), "grad_norm": grad_norm, "skipped": not finite}
 
     def metrics(self) -> dict[str, float]:

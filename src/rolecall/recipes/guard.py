@@ -15,8 +15,10 @@ from rolecall.recipes.experience import MiniStep, Rollout
 from rolecall.recipes.rl import engine_weights
 from rolecall.rollout.engine import Engine, weights_hash
 from rolecall.train import tripwires
+from rolecall.train.score import score
 from rolecall.train.step import Updater, denominator, trained
 from rolecall.train.tripwires import Finding, Tripwire
+from rolecall.types import Batch
 
 _SAMPLED = 4096
 """Weights of each parameter that are looked at to tell how many changes were rounded away."""
@@ -36,7 +38,8 @@ class Guard:
         probe_every: int = 50,
     ) -> None:
         """The gradient probe and, with an adapter, the comparison of merged weights run at step 1 and every
-        `probe_every` steps; everything else at every step."""
+        `probe_every` steps, and so does that of engine and trainer where the update drops inputs and does not show it;
+        everything else at every step."""
         self.options, self.policy, self.updater, self.engine = options, policy, updater, engine
         self.engine_dtype, self.probe_every = engine_dtype, probe_every
         self.rule = TrainRule(stop=options.algorithm.train_stop)
@@ -63,6 +66,8 @@ class Guard:
         self._hash = self._hash or self._trainer_hash()
         self._before = self._bf16_sample()
         self._version = self.engine.version
+        if self.options.policy.lora_dropout and rollout.step % self.probe_every == 0:
+            self._check_policy(rollout, rollout.batch, self._without_dropout(rollout.batch))
 
     def updated(self, rollout: Rollout, steps: Sequence[MiniStep]) -> None:
         """Check what the optimiser steps did, and that the engine has it."""
@@ -84,8 +89,12 @@ class Guard:
         return self._metrics
 
     def _check_start(self, rollout: Rollout, first: MiniStep) -> None:
-        """The first optimiser step of a rollout sees the policy that sampled it."""
-        batch, logprobs = first.batch, first.result.outputs.logprobs
+        """The first optimiser step of a rollout sees the policy that sampled it, unless it drops some of its inputs."""
+        if not self.options.policy.lora_dropout:
+            self._check_policy(rollout, first.batch, first.result.outputs.logprobs, first)
+
+    def _check_policy(self, rollout: Rollout, batch: Batch, logprobs: Tensor, first: MiniStep | None = None) -> None:
+        """The log-probs are those of the policy that sampled the batch, the rollout's or a mini-step's."""
         mask, bound = trained(batch), tripwires.ratio_bound(self.dtype)
         if batch.policy_versions is not None:
             mask = mask & (batch.policy_versions == self._version)[:, None]
@@ -98,6 +107,18 @@ class Guard:
             self._trip(tripwires.first_ratio(logprobs, batch.old_logprobs, mask, bound=bound), rollout, first)
         if batch.ref_logprobs is not None and self._version == 0:
             self._trip(tripwires.kl_at_start(logprobs, batch.ref_logprobs, mask, bound=bound), rollout, first)
+
+    def _without_dropout(self, batch: Batch) -> Tensor:
+        updater = self.updater
+        with updater.accelerator.autocast():
+            return score(
+                updater.module,
+                batch,
+                trained(batch),
+                temperature=self.options.sampling.scoring_temperature,
+                token_budget=updater.token_budget,
+                device=updater.accelerator.device,
+            ).logprobs
 
     def _check_counts(self, rollout: Rollout, mini: MiniStep) -> None:
         with torch.no_grad():

@@ -83,17 +83,18 @@ def measure_resampled(meter: Meter, drawn: Resampled) -> None:
     meter.mean("resample/reward", torch.full((drawn.scores,), mean))
 
 
-def measure_update(meter: Meter, steps: Sequence[MiniStep], o: AlgorithmOptions, *, recomputed: bool) -> None:
+def measure_update(meter: Meter, steps: Sequence[MiniStep], o: AlgorithmOptions, *, engine_alike: bool) -> None:
     """What the optimiser steps did. The first one of a fresh rollout has ratio 1.
 
-    Unless old log-probs were recomputed, the first step's outputs show how far trainer and engine are apart.
+    With `engine_alike` the first step's outputs show how far trainer and engine are apart: not if old log-probs were
+    recomputed, which show it already, and not if the step drops inputs.
     """
     for mini in steps:
         batch, out = mini.batch, mini.result.outputs
         mask = trained(batch) if batch.replayed is None else trained(batch) & ~batch.replayed[:, None]
         meter.mean("entropy", out.entropy, mask)
         first = mini.epoch == mini.minibatch == 0
-        if first and not recomputed and batch.behaviour_logprobs is not None:
+        if first and engine_alike and batch.behaviour_logprobs is not None:
             _mismatch(meter, out.logprobs, batch.behaviour_logprobs, mask)
         old = batch.old_logprobs if batch.old_logprobs is not None else out.logprobs
         rho = ratio(out.logprobs, old, mask)

@@ -81,8 +81,8 @@ class Preparer:
     @property
     def _first_step_is_all(self) -> bool:
         """True if the first optimiser step trains on what was just scored. Ranks wait for each other in backward passes,
-        so there the two stay apart."""
-        one = self.updater.accelerator.num_processes == 1
+        so there the two stay apart; and a pass that drops inputs is not the one that scored."""
+        one = self.updater.accelerator.num_processes == 1 and not self.options.policy.lora_dropout
         return one and self.options.algorithm.minibatches == 1 and not self.options.replay.on
 
     def __call__(

@@ -195,6 +195,7 @@ class RLLearner:
                 temperature=self.sampling.scoring_temperature,
                 record=True,
                 against=self.prepare.against if o.kl_in == "loss" else None,
+                place=(rollout.step, len(steps)),
             )
             steps.append(MiniStep(epoch=epoch, minibatch=i, rows=rows, batch=part, result=result))
             if result.skipped:
@@ -266,7 +267,8 @@ class RLLearner:
 
     def _measure(self, rollout: Rollout, steps: Sequence[MiniStep]) -> None:
         o = self.options.algorithm
-        measure_update(self._meter, steps, o, recomputed=self.options.old_source == "recompute")
+        alike = self.options.old_source != "recompute" and not self.options.policy.lora_dropout
+        measure_update(self._meter, steps, o, engine_alike=alike)
         if rollout.replay is not None:
             measure_replay(self._meter, rollout, steps, self.options.replay)
         made = [s.result for s in steps if s.result.terms]  # an optimiser step in which nothing trained has no terms

@@ -30,17 +30,15 @@ class SFTLearner(RowsLearner):
     def __init__(self, options: SFTOptions, *, updater: Updater, demonstrations: Any) -> None:
         super().__init__(options, updater=updater, rows=demonstrations)
         self.rule = TrainRule(stop=options.train_stop)
-        self._step = 0
 
     def collect(self, step: int) -> Batch:
         """The next rows as a batch."""
-        self._step = step + 1
         batch = collate(self.take(step))
         return dataclasses.replace(batch, verdicts=self.rule.verdicts(batch.roles))
 
     def update(self, batch: Batch) -> None:
         """One optimiser step."""
-        result = self.updater.step(batch, nll, temperature=1.0)
+        result = self.updater.step(batch, nll, temperature=1.0, place=(self._step, 0))
         if result.skipped:
             self.updater.say_skipped(self._step, result, [f"row {row}" for row in batch.groups.tolist()])
         meter, mask = Meter(), trained(batch)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from rolecall.experience.batches import lengths_of, micro_batches
 from rolecall.maths.reduce import denominator_of, position_weights, sequence_lengths
 from rolecall.maths.roles import Verdict
+from rolecall.policy.dropout import dropping
 from rolecall.policy.model import Against, Outputs, PolicyModel, shares_prefixes
 from rolecall.train.ranks import Ranks
 from rolecall.train.state import first_non_finite
@@ -108,11 +109,19 @@ class Updater:
         """What was not finite in the last step that was skipped, on this rank; None if it was on another."""
 
     def step(
-        self, batch: Batch, loss: Loss, *, temperature: float, record: bool = False, against: Against | None = None
+        self,
+        batch: Batch,
+        loss: Loss,
+        *,
+        temperature: float,
+        record: bool = False,
+        against: Against | None = None,
+        place: tuple[int, int] | None = None,
     ) -> StepResult:
         """Forward and backward over all micro-batches, then one optimiser step if everything is finite.
 
-        With `against` (`Reference.read`) the outputs have the exact KL to the reference.
+        With `against` (`Reference.read`) the outputs have the exact KL to the reference. `place` is (step of the run,
+        number of the optimiser step in it), which decides what dropout drops.
         """
         module = self.accelerator.unwrap_model(self.module)
         if not int(self._over_ranks(trained(batch).sum(), "sum")):
@@ -134,7 +143,10 @@ class Updater:
             return math.isfinite(sum(tally.coefs[name] * term for name, term in total.items()))
 
         grad_norm, finite = self.descend(
-            parts, lambda rows: self._micro_batch(batch, rows, loss, tally, temperature, against), is_finite
+            parts,
+            lambda rows: self._micro_batch(batch, rows, loss, tally, temperature, against),
+            is_finite,
+            place=place,
         )
         _forget(module)
         return StepResult(
@@ -164,11 +176,14 @@ class Updater:
         parts: Sequence[Tensor],
         backward: Callable[[Tensor], None],
         loss_is_finite: Callable[[], bool] = lambda: True,
+        *,
+        place: tuple[int, int] | None = None,
     ) -> tuple[float, bool]:
         """One optimiser step from the gradients that `backward` adds for the rows of each part.
 
         It is called with no rows where other ranks have more parts; gradients are exchanged in the last round. Returns
-        the gradient's norm before clipping, and whether it and the loss were finite: if not, no step was taken.
+        the gradient's norm before clipping, and whether it and the loss were finite: if not, no step was taken. `place` as
+        in `step`.
         """
         rounds = int(self._over_ranks(torch.tensor(float(len(parts))), "max"))
         self.timer.advance(0, rounds, "micro-batches")
@@ -176,7 +191,8 @@ class Updater:
         for i in range(rounds):
             rows = parts[i] if i < len(parts) else torch.zeros(0, dtype=torch.long)
             context = nullcontext() if i == rounds - 1 else self.accelerator.no_sync(self.module)
-            with context:
+            where = None if place is None else (*place, i, self.accelerator.process_index)
+            with context, dropping(self.module, where):
                 backward(rows)
             self.timer.advance(i + 1, rounds, "micro-batches")
         loss_was_finite = loss_is_finite()
