@@ -2,11 +2,12 @@
 
 import math
 
+import loops
 import pytest
 import torch
 from loss_table import POLICY, gradient, random_inputs
 
-from rolecall.conformance import references_losses as reference
+from rolecall.conformance import references
 from rolecall.maths import losses
 
 LOG2 = math.log(2)
@@ -264,9 +265,9 @@ def test_policy_losses_are_their_loops(seed):
     p, q, a, m = random_inputs(seed)
 
     def check(actual, function, *inputs):
-        equal(actual, reference.table(function, m, *inputs))
+        equal(actual, references.table(function, m, *inputs))
 
-    exp, clipped = math.exp, reference.surrogate
+    exp, clipped = math.exp, references.surrogate
     check(losses.ratio(p, q, m), lambda p, q: exp(p - q), p, q)
     check(losses.nll(p, m), lambda p: -p, p)
     check(losses.reinforce(p, a, m), lambda p, a: -a * p, p, a)
@@ -275,13 +276,13 @@ def test_policy_losses_are_their_loops(seed):
     check(losses.replay_clipped(p, q, a, m), lambda p, q, a: clipped(exp(p - q), a, 0.2, 0.6, 3), p, q, a)
     check(
         losses.cispo(p, q, a, m, clip_high=0.5, clip_low=0.3),
-        lambda p, q, a: -reference.clip(exp(p - q), 0.7, 1.5) * a * p,
+        lambda p, q, a: -references.clip(exp(p - q), 0.7, 1.5) * a * p,
         p,
         q,
         a,
     )
     check(losses.replay_shaped(p, q, a, m), lambda p, q, a: -a * exp(p - q) / (exp(p - q) + 0.1), p, q, a)
-    s = reference.sequence_log_ratios(p, q, m, reduce="mean")
+    s = references.sequence_log_ratios(p, q, m, reduce="mean")
     check(POLICY["gspo"](p, q, a, m), lambda s, a: clipped(exp(s), a, 0.1, 0.2), s, a)
 
 
@@ -289,24 +290,24 @@ def test_policy_losses_are_their_loops(seed):
 @pytest.mark.parametrize("kind", ["truncate", "mask"])
 def test_importance_weights_are_their_loop(seed, kind):
     p, q, _, m = random_inputs(seed)
-    token, sequence = p - q, reference.sequence_log_ratios(p, q, m, reduce="sum")
+    token, sequence = p - q, references.sequence_log_ratios(p, q, m, reduce="sum")
     for level, log_ratios in (("token", token), ("sequence", sequence)):
         actual = losses.importance_weights(p, q, m, level=level, kind=kind, low=0.5, high=1.5)
-        equal(actual, reference.table(lambda x: reference.importance(x, kind, 0.5, 1.5), m, log_ratios))
+        equal(actual, references.table(lambda x: references.importance(x, kind, 0.5, 1.5), m, log_ratios))
 
 
 @seeds
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_value_clip_is_its_loop(seed, clip):
     values, old, returns, mask = random_inputs(seed)
-    expected = reference.table(lambda v, o, r: reference.value_loss(v, o, r, clip), mask, values, old, returns)
+    expected = references.table(lambda v, o, r: references.value_loss(v, o, r, clip), mask, values, old, returns)
     equal(losses.value_clip(values, old, returns, mask, clip=clip), expected)
 
 
 @seeds
 def test_entropy_is_its_loop(seed):
     logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    expected = [[reference.entropy(position) for position in row] for row in logits.tolist()]
+    expected = [[references.entropy(position) for position in row] for row in logits.tolist()]
     equal(losses.entropy(logits, torch.ones(2, 3, dtype=torch.bool)), expected)
 
 
@@ -314,7 +315,7 @@ def test_entropy_is_its_loop(seed):
 def test_preference_losses_are_their_loops(seed):
     pairs = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     rows = list(zip(*pairs.tolist(), strict=True))
-    log_sigmoid = reference.log_sigmoid
+    log_sigmoid = loops.log_sigmoid
     equal(losses.bradley_terry(pairs[0], pairs[1], margin=pairs[2]), [-log_sigmoid(c - r - m) for c, r, m, _ in rows])
     margins = [0.5 * ((c - ref_c) - (r - ref_r)) for c, r, ref_c, ref_r in rows]
     expected = [-0.8 * log_sigmoid(m) - 0.2 * log_sigmoid(-m) for m in margins]

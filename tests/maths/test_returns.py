@@ -1,3 +1,4 @@
+import loops
 import pytest
 import torch
 
@@ -99,7 +100,7 @@ def test_gae_and_returns_are_those_of_a_loop(time, gamma, lam):
 
     torch.testing.assert_close(
         td_lambda_targets(rewards, values, mask, **options, bootstrap=bootstrap),
-        by_loop(references.td_lambda, mask, rewards, values, bootstrap=bootstrap, **options),
+        by_loop(loops.td_lambda, mask, rewards, values, bootstrap=bootstrap, **options),
         rtol=0,
         atol=1e-10,
     )
@@ -115,7 +116,7 @@ def test_gae_and_returns_are_those_of_a_loop(time, gamma, lam):
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
 def test_nstep_is_that_of_a_loop(n, gamma):
     rewards, values, mask, bootstrap = random_case(n)
-    expected = by_loop(references.nstep, mask, rewards, values, bootstrap=bootstrap, gamma=gamma, n=n)
+    expected = by_loop(loops.nstep, mask, rewards, values, bootstrap=bootstrap, gamma=gamma, n=n)
     got = nstep_targets(rewards, values, mask, gamma=gamma, n=n, bootstrap=bootstrap)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
