@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from rolecall.look.charts import ACCURACY, PAIRS, is_number
+from rolecall.look.charts import ACCURACY, PAIRS, four_digits, is_number, mean_of
 from rolecall.look.run import RunFiles
 from rolecall.visible import visible_text
 
@@ -99,7 +99,7 @@ def _results(run: RunFiles) -> list[str]:
         return ["No evaluation was made on held-out rows while it trained."]
     first, last = run.evaluations[0], run.evaluations[-1]
     names = [name for name in last if name.startswith("eval_") and is_number(last[name])]
-    rows = [(n.removeprefix("eval_"), _number(first.get(n)), _number(last[n])) for n in names]
+    rows = [(n.removeprefix("eval_"), four_digits(first.get(n)), four_digits(last[n])) for n in names]
     told = ["On rows that were not trained on:", _table(["", f"step {first['step']}", f"step {last['step']}"], rows)]
     if "eval_accuracy" in names and run.command not in PAIRS:
         told.append(f"`accuracy` is {ACCURACY}; `reward` is their mean score.")
@@ -110,7 +110,7 @@ def _curve(run: RunFiles) -> list[str]:
     name = next((n for n in ("reward", "accuracy", "loss") if any(is_number(s.get(n)) for s in run.steps)), "loss")
     few = max(1, round(len(run.steps) / _POINTS))
     parts = [run.steps[i : i + few] for i in range(0, len(run.steps), few)]
-    rows = [(f"{int(p[0]['step'])} to {int(p[-1]['step'])}", _number(_mean([s.get(name) for s in p]))) for p in parts]
+    rows = [(f"{int(p[0]['step'])} to {int(p[-1]['step'])}", four_digits(mean_of(p, name))) for p in parts]
     return [f"Mean {name} of the steps' own batches:", _table(["steps", name], rows)]
 
 
@@ -151,12 +151,3 @@ def _plain(value: Any) -> Any:
 
 def _name(value: object) -> str:
     return Path(value).name if isinstance(value, str) and value.startswith("/") else str(value)
-
-
-def _mean(values: Sequence[Any]) -> float | None:
-    known = [float(value) for value in values if is_number(value)]
-    return sum(known) / len(known) if known else None
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if is_number(value) else "–"

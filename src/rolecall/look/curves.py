@@ -1,6 +1,7 @@
 """Charts as inline SVG in a card each. Without scripts they are pictures with a text; with them they can be read out."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import ceil, floor, isfinite, log10
 
 from rolecall.look.charts import Chart, Series
@@ -203,14 +204,8 @@ def _thinned(chart: Chart) -> Chart:
             if there:
                 keep |= {min(there, key=lambda i: series.ys[i] or 0.0), max(there, key=lambda i: series.ys[i] or 0.0)}
     chosen = sorted(keep)
-    return Chart(
-        name=chart.name,
-        title=chart.title,
-        about=chart.about,
-        xs=[chart.xs[i] for i in chosen],
-        series=[Series(label=s.label, ys=[s.ys[i] for i in chosen]) for s in chart.series],
-        stacked=chart.stacked,
-    )
+    lines = [Series(label=s.label, ys=[s.ys[i] for i in chosen]) for s in chart.series]
+    return replace(chart, xs=[chart.xs[i] for i in chosen], series=lines)
 
 
 def _last(series: Series) -> str:
