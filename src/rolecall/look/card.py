@@ -64,7 +64,7 @@ def model_card(run: RunFiles, *, repo: str, base: str | None) -> str:
 def settings_yaml(run: RunFiles) -> str:
     """The settings as a file for `--config`; of an absolute path only the name, which is all that means something elsewhere.
 
-    A run of so many passes has their number of steps, too, which is what is repeated: both at once are refused.
+    A run given in passes also knows its number of steps, which is what is repeated: giving both is refused.
     """
     passes = {} if run.command == "expert-iteration" else {"epochs": None}
     config = run.config | {name: value for name, value in passes.items() if name in run.config}
@@ -100,10 +100,10 @@ def _results(run: RunFiles) -> list[str]:
     first, last = run.evaluations[0], run.evaluations[-1]
     names = [name for name in last if name.startswith("eval_") and is_number(last[name])]
     rows = [(n.removeprefix("eval_"), four_digits(first.get(n)), four_digits(last[n])) for n in names]
-    told = ["On rows that were not trained on:", _table(["", f"step {first['step']}", f"step {last['step']}"], rows)]
+    parts = ["On rows that were not trained on:", _table(["", f"step {first['step']}", f"step {last['step']}"], rows)]
     if "eval_accuracy" in names and run.command not in PAIRS:
-        told.append(f"`accuracy` is {ACCURACY}; `reward` is their mean score.")
-    return told
+        parts.append(f"`accuracy` is {ACCURACY}; `reward` is their mean score.")
+    return parts
 
 
 def _curve(run: RunFiles) -> list[str]:
@@ -118,15 +118,15 @@ def _again(run: RunFiles) -> list[str]:
     about, command = run.about, f"rolecall {run.command} --config {SETTINGS}"
     versions = {"python": about.get("python"), **(about.get("versions") or {})}
     words = [f"{name} {version}" for name, version in versions.items()]
-    told = [f"With {markdown(', '.join(words))}, and `{SETTINGS}` of this repository:", _fenced(command, "bash")]
+    parts = [f"With {markdown(', '.join(words))}, and `{SETTINGS}` of this repository:", _fenced(command, "bash")]
     arguments = [str(word) for word in about.get("arguments") or ()]
     if arguments[:1] == [run.command]:
-        told += ["It was run as", _fenced(shlex.join(["rolecall", *map(_name, arguments)]), "bash")]
+        parts += ["It was run as", _fenced(shlex.join(["rolecall", *map(_name, arguments)]), "bash")]
     if "(given in Python)" in str(run.config):
-        told.append(
+        parts.append(
             "What the settings call `(given in Python)` was handed to `rolecall` from a script, which is not here."
         )
-    return told
+    return parts
 
 
 def _table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:

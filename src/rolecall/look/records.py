@@ -204,10 +204,10 @@ def _sample(
     facts.append(("policy version", str(row["policy_version"])))
     if row["prompt"] is not None:
         facts.append(("row of the data", str(row["prompt"])))
-    short, asked = f"{what} {number}{who}", shortened(row["prompt_text"])
+    short, prompt = f"{what} {number}{who}", shortened(row["prompt_text"])
     beside = f"episode {row['episode']}" if unit == "step" else f"group {row['group']}"
     return Sample(
-        title=f"{short}{' of' if unit == 'step' else ' to'} “{asked}”" if asked else f"{short} of {beside}",
+        title=f"{short}{' of' if unit == 'step' else ' to'} “{prompt}”" if prompt else f"{short} of {beside}",
         short=short,
         labels=labels,
         pieces=[str(i).encode() for i in row["ids"]] if row["pieces"] is None and unit == "step" else row["pieces"],
@@ -218,7 +218,7 @@ def _sample(
         passes=passes,
         spans=spans_of(row, acts="acts" if unit == "step" else "answer"),
         facts=facts,
-        group=beside + (f", “{asked}”" if asked else ""),
+        group=beside + (f", “{prompt}”" if prompt else ""),
     )
 
 

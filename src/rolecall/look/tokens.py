@@ -60,7 +60,7 @@ class Span:
 
     start: int
     end: int
-    """Behind the last."""
+    """One past the last."""
     label: str
 
 
@@ -146,7 +146,7 @@ _ROLES = {
     Role.STOP: "The choice to end the turn.",
     Role.OBSERVATION: "Came from a tool, an environment, a user or another agent.",
     Role.NO_CHOICE: "The policy's slot, but nothing to choose.",
-    Role.AFTER_END: "Behind the end of the answer or episode.",
+    Role.AFTER_END: "After the end of the answer or episode.",
 }
 
 
@@ -180,7 +180,7 @@ def _quantities(sets: Sequence[SampleSet]) -> list[dict[str, Any]]:
 
 
 def _limit(scale: str, values: Sequence[float]) -> float:
-    """Where the strongest colour begins: so far out that one position in twenty at most lies beyond."""
+    """Where the strongest colour begins: at most one position in twenty lies beyond."""
     if scale == "category":
         return 0.0
     away = sorted(abs(v - 1) if scale == "ratio" else abs(v) for v in values)

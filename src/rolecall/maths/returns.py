@@ -8,7 +8,7 @@ constant discount, and the result is moved back:
     mask      1 1 0 0 0 1 1           slots     1 2 0 0 0 3 4       (slot 0 collects what does not count)
     rewards   a b - - - c d           front     [-] a b c d B 0 0 0
 
-Behind the last position of a sequence that was cut off stands one step more, whose reward and value are both the
+After the last position of a sequence that was cut off comes one more step, whose reward and value are both the
 bootstrap value B: its own advantage is 0, and the step before it sees V_{t+1} = B. Without a bootstrap B is 0.
 """
 
@@ -62,7 +62,7 @@ def td_lambda_targets(
     lam: float,
     bootstrap: Float[Tensor, "batch"] | None = None,
 ) -> Float[Tensor, "batch time"]:
-    """The lambda-return G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}), V and G behind the end 0 or `bootstrap`.
+    """The lambda-return G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}), V and G after the end 0 or `bootstrap`.
 
     Sutton & Barto 2018, ch. 12. It is the GAE advantage plus the value. lam = 0: one-step target. lam = 1: discounted return.
     """
@@ -81,7 +81,7 @@ def nstep_targets(
     """G_t = r_t + gamma r_{t+1} + ... + gamma^n V_{t+n}, over the positions that count.
 
     Fewer than n steps before the end: all the rewards that are left, then 0 or `bootstrap`, so no value of a position
-    behind the end enters. n = 1: the one-step target. n >= time: the discounted return.
+    after the end enters. n = 1: the one-step target. n >= time: the discounted return.
     """
     if n < 1:
         raise ValueError(f"n must be at least 1 step, got {n}")
@@ -100,7 +100,7 @@ def _deltas(
     gamma: float,
     bootstrap: Float[Tensor, "batch"] | None,
 ) -> Float[Tensor, "batch time"]:
-    """r_t + gamma V_{t+1} - V_t, at the front. A function of its own so that what it fills is free again behind it."""
+    """r_t + gamma V_{t+1} - V_t, at the front. A function of its own so that what it fills is freed after it."""
     value = _to_front(values, slots, bootstrap)
     return torch.add(_to_front(rewards, slots, bootstrap)[:, :-1], value[:, 1:], alpha=gamma) - value[:, :-1]
 
@@ -113,7 +113,7 @@ def _slots(mask: Bool[Tensor, "batch time"]) -> Int[Tensor, "batch time"]:
 def _to_front(
     x: Float[Tensor, "batch time"], slots: Int[Tensor, "batch time"], bootstrap: Float[Tensor, "batch"] | None = None
 ) -> Float[Tensor, "batch time+1"]:
-    """The positions that count, moved to the front of their row; behind them the bootstrap value, then zeros."""
+    """The positions that count, moved to the front of their row; after them the bootstrap value, then zeros."""
     batch, time = x.shape
     if bootstrap is None:
         # Filled in place: at [512, 1024] faulting in the pages of one more temporary costs as much as the arithmetic.
@@ -121,8 +121,8 @@ def _to_front(
     check_shape((batch,), like="the batch", bootstrap=bootstrap)
     dtype = torch.promote_types(x.dtype, bootstrap.dtype)
     count = (slots > 0).sum(dim=1, keepdim=True)
-    behind = keep(count > 0, bootstrap[:, None]).to(dtype)
-    front = x.new_zeros(batch, time + 2, dtype=dtype).scatter_(1, slots, x.to(dtype)).scatter(1, count + 1, behind)
+    after = keep(count > 0, bootstrap[:, None]).to(dtype)
+    front = x.new_zeros(batch, time + 2, dtype=dtype).scatter_(1, slots, x.to(dtype)).scatter(1, count + 1, after)
     return front[:, 1:]
 
 
@@ -135,7 +135,7 @@ def _suffix_sum(x: Float[Tensor, "batch time"], discount: float) -> Float[Tensor
     """y_t = x_t + discount y_{t+1}, linear in time.
 
     Inside blocks of 64 positions it is a product with the lower-triangular matrix of powers. What a block takes over
-    from the block behind it is y at that block's first position, which is again a suffix sum, over blocks. A Python
+    from the block after it is y at that block's first position, which is again a suffix sum, over blocks. A Python
     loop over positions takes several times as long (benchmarks/gae.py).
     """
     batch, time = x.shape
@@ -147,6 +147,6 @@ def _suffix_sum(x: Float[Tensor, "batch time"], discount: float) -> Float[Tensor
     powers = torch.where(gap >= 0, discount ** gap.clamp(min=0), 0.0).to(x.dtype)
     y = (x.reshape(-1, _BLOCK) @ powers).view(batch, blocks, _BLOCK)
     if blocks > 1:
-        behind = torch.nn.functional.pad(_suffix_sum(y[:, 1:, 0], discount**_BLOCK), (0, 1))
-        y = torch.addcmul(y, behind[:, :, None], (discount ** (_BLOCK - steps)).to(x.dtype))
+        after = torch.nn.functional.pad(_suffix_sum(y[:, 1:, 0], discount**_BLOCK), (0, 1))
+        y = torch.addcmul(y, after[:, :, None], (discount ** (_BLOCK - steps)).to(x.dtype))
     return y.flatten(1)[:, :time]
