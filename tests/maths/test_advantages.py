@@ -6,16 +6,13 @@ from itertools import product
 import loops
 import pytest
 import torch
+from masking import equal
 
 from rolecall.conformance import references
 from rolecall.maths import advantages
 
 SCORES = torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 4.0], dtype=torch.float64)
 GROUPS = torch.tensor([7, 7, 7, 7, -3, -3])
-
-
-def equal(actual, expected):
-    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=0, atol=1e-12)
 
 
 def random_scores(seed):

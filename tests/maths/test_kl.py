@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from masking import equal
 
 from rolecall.conformance import references
 from rolecall.maths.kl import KINDS, MAX_LOG_RATIO, AdaptiveKL, FixedKL, bounded_exp, exact_kl, kl_estimate
@@ -13,10 +14,6 @@ LOGITS = torch.tensor([0.3, -1.2, 2.0, 0.0, 0.7], dtype=torch.float64)
 REF_LOGITS = torch.tensor([1.0, 0.4, 0.5, -2.0, 0.6], dtype=torch.float64)
 kinds = pytest.mark.parametrize("kind", KINDS)
 EVERY = torch.ones(1, 5, dtype=torch.bool)
-
-
-def equal(actual, expected, atol=1e-12):
-    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=0, atol=atol)
 
 
 def estimates_of_all_tokens(logits, kind, **options):

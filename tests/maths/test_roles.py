@@ -4,6 +4,7 @@ import loops
 import pytest
 import torch
 
+from rolecall.conformance.compare import bits
 from rolecall.maths.returns import gae
 from rolecall.maths.roles import Role, TrainRule, Verdict, episode_roles, response_roles, roles_of_ids
 from rolecall.maths.shaping import place_scores, untrainable
@@ -20,10 +21,6 @@ def roles(*rows: str) -> torch.Tensor:
 def drawn(tensor: torch.Tensor) -> list[str]:
     names = {int(role): letter for letter, role in LETTERS.items()}
     return ["".join(names[code] for code in row) for row in tensor.tolist()]
-
-
-def bits(*rows: str) -> torch.Tensor:
-    return torch.tensor([[bit == "1" for bit in row.replace(" ", "")] for row in rows])
 
 
 def keeps_the_score_or_says_so(eligible: torch.Tensor) -> bool:

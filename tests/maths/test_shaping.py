@@ -4,6 +4,7 @@ import loops
 import pytest
 import torch
 
+from rolecall.conformance.compare import bits
 from rolecall.maths.shaping import (
     clip_scores,
     last_eligible,
@@ -16,10 +17,6 @@ from rolecall.maths.shaping import (
 )
 
 NAN, INF = float("nan"), float("inf")
-
-
-def bits(*rows: str) -> torch.Tensor:
-    return torch.tensor([[bit == "1" for bit in line.replace(" ", "")] for line in rows])
 
 
 #   mask     0 1 1 0 1 0      the score sits on the last 1
