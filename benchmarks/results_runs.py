@@ -67,11 +67,13 @@ def is_done(path: Path) -> bool:
     return (path / "result.json").is_file()
 
 
-def finished(path: Path, work: Callable[[bool], Run | None], **facts: Any) -> dict[str, Any]:
-    """Do the work unless it is done; it is told whether to resume. Writes how long it took to result.json."""
+def finished(path: Path, work: Callable[..., Run | None], **facts: Any) -> dict[str, Any]:
+    """Do the work unless it is done; it gets the options that say where, and whether to resume. Writes how long it took to
+    result.json."""
     if not is_done(path):
         begun = time.monotonic()
-        run = work((path / "checkpoints").is_dir() and any((path / "checkpoints").iterdir()))
+        resume = (path / "checkpoints").is_dir() and any((path / "checkpoints").iterdir())
+        run = work(out=str(path), resume=resume, overwrite=not resume, quiet=True)
         if run is not None and run.outcome.exit_code != 0:
             raise SystemExit(f"{path} ended early: {run.outcome.reason}; start again to go on")
         facts = {**facts, "seconds": time.monotonic() - begun}
@@ -87,7 +89,7 @@ def start(place: Place, seed: int) -> str:
     mixed = [row if i % 2 else row | {"completion": row["completion"][::-1]} for i, row in enumerate(rows)]
     finished(
         path,
-        lambda resume: rolecall.sft(
+        lambda **how: rolecall.sft(
             model="tiny",
             rows=mixed,
             steps=200,
@@ -95,10 +97,7 @@ def start(place: Place, seed: int) -> str:
             seed=seed,
             optim={"lr": 2e-3, "warmup_steps": 20, "schedule": "cosine"},
             save={"every": 0},
-            out=str(path),
-            overwrite=not resume,
-            resume=resume,
-            quiet=True,
+            **how,
         ),
     )
     return model_directory(str(path))
@@ -123,9 +122,7 @@ def reinforce(place: Place, name: str, seed: int, *, folder: str, preset: str, *
     settings = merged(common, _OWN.get(preset, {}), settings)
     finished(
         path,
-        lambda resume: rolecall.rl(
-            preset=preset, rows=place.rows, out=str(path), resume=resume, overwrite=not resume, quiet=True, **settings
-        ),
+        lambda **how: rolecall.rl(preset=preset, rows=place.rows, **how, **settings),
         preset=preset,
         seed=seed,
     )
@@ -158,7 +155,7 @@ def preferences(place: Place, seed: int) -> None:
     judge = place.at("preferences", f"reward-model-seed-{seed}")
     finished(
         judge,
-        lambda resume: rolecall.rm(
+        lambda **how: rolecall.rm(
             model=start(place, seed),
             rows=pairs,
             steps=60,
@@ -167,10 +164,7 @@ def preferences(place: Place, seed: int) -> None:
             optim={"lr": 5e-4, "warmup_steps": 10, "schedule": "cosine"},
             eval={"every": 60, "rows": 200, "held_out": 0.2},
             save={"every": 0},
-            out=str(judge),
-            resume=resume,
-            overwrite=not resume,
-            quiet=True,
+            **how,
         ),
     )
     by_model: dict[str, Any] = {"reward": str(judge), "eval": place.evaluation(10, reward=(REWARD,))}
@@ -190,7 +184,7 @@ def preferences(place: Place, seed: int) -> None:
     test = {"rows": place.rows, **({} if place.validation else {"split": "test"})}
     finished(
         best,
-        lambda resume: rolecall.best_of_n(
+        lambda **how: rolecall.best_of_n(
             model=start(place, seed),
             reward=str(judge),
             judge=REWARD,
@@ -198,17 +192,14 @@ def preferences(place: Place, seed: int) -> None:
             count=200,
             sampling=ROOM,
             seed=seed,
-            out=str(best),
-            resume=resume,
-            overwrite=not resume,
-            quiet=True,
+            **how,
             **test,
         ),
     )
     expert = place.at("preferences", f"expert-iteration-seed-{seed}")
     finished(
         expert,
-        lambda resume: rolecall.expert_iteration(
+        lambda **how: rolecall.expert_iteration(
             model=start(place, seed),
             rows=place.rows,
             steps=6,
@@ -218,17 +209,14 @@ def preferences(place: Place, seed: int) -> None:
             sampling=ROOM,
             optim={"lr": 2e-4},
             seed=seed,
-            out=str(expert),
-            resume=resume,
-            overwrite=not resume,
-            quiet=True,
+            **how,
             **merged(by_model, {"eval": {"every": 1}}),
         ),
     )
     direct = place.at("preferences", f"dpo-seed-{seed}")
     finished(
         direct,
-        lambda resume: rolecall.dpo(
+        lambda **how: rolecall.dpo(
             model=start(place, seed),
             rows=pairs,
             steps=60,
@@ -237,10 +225,7 @@ def preferences(place: Place, seed: int) -> None:
             optim={"lr": 1e-4, "warmup_steps": 5},
             save={"every": 20},
             seed=seed,
-            out=str(direct),
-            resume=resume,
-            overwrite=not resume,
-            quiet=True,
+            **how,
         ),
     )
 

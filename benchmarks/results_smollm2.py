@@ -77,17 +77,14 @@ def imitate(place: Place, name: str, seed: int) -> Path:
     path = place.at("smollm2", f"sft-{name.split(':')[1]}-seed-{seed}")
     finished(
         path,
-        lambda resume: rolecall.sft(
+        lambda **how: rolecall.sft(
             model=model(),
             rows=name,
             **SFT,
             **FASTER,
             save={"every": 0},
             seed=seed,
-            out=str(path),
-            resume=resume,
-            overwrite=not resume,
-            quiet=True,
+            **how,
         ),
         task=name,
     )
@@ -132,7 +129,7 @@ def reinforce(place: Place, seed: int) -> None:
     rows: Any = list(find_task(CHOSEN).rows("train", n=5000, seed=seed)) if place.validation else CHOSEN
     finished(
         path,
-        lambda resume: rolecall.rl(
+        lambda **how: rolecall.rl(
             preset="grpo",
             model=start,
             rows=rows,
@@ -140,10 +137,7 @@ def reinforce(place: Place, seed: int) -> None:
             **_rl_settings(),
             save={"every": 10, "rollouts": 1, "updates": 1},
             seed=seed,
-            out=str(path),
-            resume=resume,
-            overwrite=not resume,
-            quiet=True,
+            **how,
         ),
         task=CHOSEN,
     )

@@ -79,7 +79,7 @@ def disk_error(what: str, path: Path, code: int, *, need: int = 0) -> DiskError:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Bytes free where `path` lies or would lie; None if that cannot be told."""
+    """Bytes free where `path` lies or would lie; None if that cannot be known."""
     for place in (path, *path.parents):
         try:
             return shutil.disk_usage(place).free

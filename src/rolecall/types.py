@@ -29,7 +29,7 @@ class Finish(StrEnum):
     LENGTH = "length"
     """Cut off: max_new_tokens or the context was used up."""
     TOOL = "tool"
-    """Ended with a tool call; the episode goes on."""
+    """Ended with a tool call; the episode continues."""
     MAX_TURNS = "max_turns"
     """Cut off: no turns left."""
     TIMEOUT = "timeout"
@@ -264,7 +264,7 @@ class Batch:
     scores: Tensor | None = None
     """[batch]: NaN where the reward failed."""
     baselines: Tensor | None = None
-    """[batch]: the score of the greedy answer to the same prompt, where one was asked for; NaN where its reward failed."""
+    """[batch]: the score of the greedy answer to the same prompt, where one was requested; NaN where its reward failed."""
     policy_versions: Tensor | None = None
     """[batch] int64: the weights that sampled each row."""
     episodes: Tensor | None = None

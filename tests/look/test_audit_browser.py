@@ -1,17 +1,11 @@
 """The page of an audit in a real browser. Made from records by hand: a page needs no model."""
 
 import pytest
-from look_browser import browsers
 from look_runs import HOSTILE
 
 from rolecall.jobs.audit import write_page
 from rolecall.maths.roles import Verdict
 from rolecall.recipes.audit import Audit, Finding, Level, TokenSample
-
-
-@pytest.fixture(scope="module")
-def browser():
-    yield from browsers()
 
 
 def sample(*pieces):

@@ -29,7 +29,7 @@ def test_boxes(pieces, boxes):
 
 def test_parts_of_a_character_say_so():
     begins, goes_on, ends = (note for _, note in spelt([b"\xe4", b"\xb8", b"\xad"]))
-    assert begins == "Begins 中, which the next token goes on with."
+    assert begins == "Begins 中, which the next token continues."
     assert goes_on == "Part of 中, which the next tokens complete."
     assert ends == "Completes 中, which the tokens before it began."
     assert spelt([b"\xff"])[0][1] == "Holds a byte that is part of no character."

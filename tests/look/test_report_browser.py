@@ -3,21 +3,10 @@
 import json
 
 import pytest
-from look_browser import browsers
 from look_runs import HOSTILE, copied, demo_of, hostile_run, long_run, talk_run
 
 import rolecall
 from rolecall.maths.roles import Verdict
-
-
-@pytest.fixture(scope="module")
-def browser():
-    yield from browsers()
-
-
-@pytest.fixture(scope="module")
-def page(run):
-    return rolecall.report(run).path
 
 
 def colour_by(browser, quantity):

@@ -1,20 +1,9 @@
 """Theme and smoothing of the report, in a real browser."""
 
 import pytest
-from look_browser import browsers
 from look_runs import copied, relog
 
 import rolecall
-
-
-@pytest.fixture(scope="module")
-def browser():
-    yield from browsers()
-
-
-@pytest.fixture(scope="module")
-def page(run):
-    return rolecall.report(run).path
 
 
 @pytest.fixture

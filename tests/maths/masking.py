@@ -1,4 +1,4 @@
-"""What holds for every function with a mask, as one assertion."""
+"""Assertions that many tests share, and what holds for every function with a mask."""
 
 from collections.abc import Callable
 
@@ -27,6 +27,11 @@ def assert_rubbish_has_no_effect(
         assert (dirty_gradient[~mask] == 0).all()
 
 
-def padded(tensor: Tensor, columns: int) -> Tensor:
-    """With columns of zeros (False) behind it."""
-    return torch.nn.functional.pad(tensor, (0, columns))
+def every(like: Tensor) -> Tensor:
+    """A mask of this shape in which every position counts."""
+    return torch.ones(like.shape, dtype=torch.bool)
+
+
+def equal(actual: Tensor, expected: object, atol: float = 1e-12) -> None:
+    """Compare in float64, or in whatever dtype `actual` has."""
+    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=0, atol=atol)

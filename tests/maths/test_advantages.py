@@ -3,18 +3,16 @@
 import math
 from itertools import product
 
+import loops
 import pytest
 import torch
+from masking import equal
 
-from rolecall.conformance import references_losses as reference
+from rolecall.conformance import references
 from rolecall.maths import advantages
 
 SCORES = torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 4.0], dtype=torch.float64)
 GROUPS = torch.tensor([7, 7, 7, 7, -3, -3])
-
-
-def equal(actual, expected):
-    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=0, atol=1e-12)
 
 
 def random_scores(seed):
@@ -259,14 +257,14 @@ seeds = pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("scale", ["group", "batch", None])
 def test_grpo_is_its_loop(seed, scale):
     scores, groups, include = random_scores(seed)
-    expected = reference.grpo(scores.tolist(), groups.tolist(), include.tolist(), scale, 1e-4)
+    expected = references.grpo(scores.tolist(), groups.tolist(), include.tolist(), scale, 1e-4)
     equal(advantages.grpo(scores, groups, scale=scale, include=include), expected)
 
 
 @seeds
 def test_rloo_is_its_loop(seed):
     scores, groups, include = random_scores(seed)
-    expected = reference.rloo(scores.tolist(), groups.tolist(), include.tolist())
+    expected = references.rloo(scores.tolist(), groups.tolist(), include.tolist())
     equal(advantages.rloo(scores, groups, include=include), expected)
 
 
@@ -274,7 +272,7 @@ def test_rloo_is_its_loop(seed):
 def test_opo_is_its_loop(seed):
     scores, groups, include = random_scores(seed)
     lengths = torch.randint(1, 20, (12,), generator=torch.Generator().manual_seed(seed))
-    expected = reference.opo(scores.tolist(), lengths.tolist(), groups.tolist(), include.tolist())
+    expected = loops.opo(scores.tolist(), lengths.tolist(), groups.tolist(), include.tolist())
     equal(advantages.opo(scores, lengths, groups, include=include), expected)
 
 
@@ -283,7 +281,7 @@ def test_reinforce_pp_is_its_loop(seed):
     random = torch.Generator().manual_seed(seed)
     rewards = torch.randn(4, 6, generator=random, dtype=torch.float64)
     mask = torch.rand(4, 6, generator=random) > 0.4
-    expected = reference.whiten(reference.returns(rewards, mask, 0.9), mask)
+    expected = loops.whiten(references.rows(references.discounted_returns, mask, rewards, gamma=0.9), mask)
     equal(advantages.reinforce_pp(rewards, mask, gamma=0.9), expected)
 
 
@@ -291,8 +289,8 @@ def test_reinforce_pp_is_its_loop(seed):
 def test_reinforce_pp_baseline_is_its_loop(seed):
     scores, groups, include = random_scores(seed)
     mask = torch.rand(12, 5, generator=torch.Generator().manual_seed(seed)) > 0.4
-    centred = reference.grpo(scores.tolist(), groups.tolist(), include.tolist(), None, 0.0)
-    expected = reference.whiten([[c] * 5 for c in centred], mask & include[:, None])
+    centred = references.grpo(scores.tolist(), groups.tolist(), include.tolist(), None, 0.0)
+    expected = loops.whiten(torch.tensor(centred, dtype=torch.float64)[:, None].expand(-1, 5), mask & include[:, None])
     equal(advantages.reinforce_pp_baseline(scores, groups, mask, include=include), expected)
 
 

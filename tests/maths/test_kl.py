@@ -5,18 +5,15 @@ import math
 
 import pytest
 import torch
+from masking import equal
 
-from rolecall.conformance import references_losses as reference
+from rolecall.conformance import references
 from rolecall.maths.kl import KINDS, MAX_LOG_RATIO, AdaptiveKL, FixedKL, bounded_exp, exact_kl, kl_estimate
 
 LOGITS = torch.tensor([0.3, -1.2, 2.0, 0.0, 0.7], dtype=torch.float64)
 REF_LOGITS = torch.tensor([1.0, 0.4, 0.5, -2.0, 0.6], dtype=torch.float64)
 kinds = pytest.mark.parametrize("kind", KINDS)
 EVERY = torch.ones(1, 5, dtype=torch.bool)
-
-
-def equal(actual, expected, atol=1e-12):
-    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=0, atol=atol)
 
 
 def estimates_of_all_tokens(logits, kind, **options):
@@ -69,7 +66,7 @@ def test_estimates_are_their_loop(kind, seed):
     random = torch.Generator().manual_seed(seed)
     logprobs, ref = torch.randn(2, 3, 5, generator=random, dtype=torch.float64).unbind()
     mask = torch.rand(3, 5, generator=random) > 0.3
-    equal(kl_estimate(logprobs, ref, mask, kind=kind), reference.table(reference.KL[kind], mask, logprobs, ref))
+    equal(kl_estimate(logprobs, ref, mask, kind=kind), references.table(references.KL[kind], mask, logprobs, ref))
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
@@ -206,7 +203,7 @@ def test_exact_kl_is_its_loop(seed):
     random = torch.Generator().manual_seed(seed)
     logits, ref = torch.randn(2, 3, 2, 6, generator=random, dtype=torch.float64).unbind()
     expected = [
-        [reference.exact_kl(p, q) for p, q in zip(ps, qs, strict=True)]
+        [references.exact_kl(p, q) for p, q in zip(ps, qs, strict=True)]
         for ps, qs in zip(logits.tolist(), ref.tolist(), strict=True)
     ]
     equal(exact_kl(logits, ref), expected)

@@ -2,26 +2,17 @@
 
 import math
 
+import loops
 import pytest
 import torch
 from loss_table import POLICY, gradient, random_inputs
+from masking import equal, every
 
-from rolecall.conformance import references_losses as reference
+from rolecall.conformance import references
+from rolecall.conformance.compare import reals
 from rolecall.maths import losses
 
 LOG2 = math.log(2)
-
-
-def tensor(*rows):
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-def every(like):
-    return torch.ones(like.shape, dtype=torch.bool)
-
-
-def equal(actual, expected, atol=1e-12):
-    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=0, atol=atol)
 
 
 seeds = pytest.mark.parametrize("seed", range(4))
@@ -31,20 +22,20 @@ seeds = pytest.mark.parametrize("seed", range(4))
 
 
 def test_ratio_is_the_quotient_of_probabilities():
-    logprobs, old = tensor([0.5, 0.25, 0.5]).log(), tensor([0.25, 0.25, 0.1]).log()
+    logprobs, old = reals([0.5, 0.25, 0.5]).log(), reals([0.25, 0.25, 0.1]).log()
     equal(losses.ratio(logprobs, old, torch.tensor([[True, True, False]])), [[2.0, 1.0, 0.0]])
 
 
 def test_nll_and_reinforce():
-    logprobs, mask = tensor([-1.0, -2.0, -3.0]), torch.tensor([[True, False, True]])
+    logprobs, mask = reals([-1.0, -2.0, -3.0]), torch.tensor([[True, False, True]])
     equal(losses.nll(logprobs, mask), [[1.0, 0.0, 3.0]])
-    equal(losses.reinforce(logprobs, tensor([2.0, 5.0, -0.5]), mask), [[2.0, 0.0, -1.5]])
+    equal(losses.reinforce(logprobs, reals([2.0, 5.0, -0.5]), mask), [[2.0, 0.0, -1.5]])
     equal(losses.reinforce(logprobs, torch.ones_like(logprobs), mask), losses.nll(logprobs, mask))
 
 
 # rho = 2, 1/2, 1.1 with A = 1, then with A = -1; the clip leaves 1.25, 0.8, 1.1.
-RHO = tensor([2.0, 0.5, 1.1, 2.0, 0.5, 1.1])
-SIGNS = tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
+RHO = reals([2.0, 0.5, 1.1, 2.0, 0.5, 1.1])
+SIGNS = reals([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
 
 
 def test_ppo_clip_takes_the_larger_of_the_two_losses():
@@ -61,13 +52,13 @@ def test_ppo_clip_has_no_gradient_where_it_clips():
 
 
 def test_clipping_does_not_bound_the_ratio():
-    rho, one = tensor([100.0]), tensor([1.0])
+    rho, one = reals([100.0]), reals([1.0])
     actual = losses.ppo_clip(rho.log(), 0 * one, -one, every(one), clip_low=0.2, clip_high=0.2)
     equal(actual, [[100.0]], atol=1e-9)
 
 
 def test_dual_clip_caps_the_loss_of_bad_actions():
-    rho, advantages = tensor([5.0, 2.0, 5.0, 0.5]), tensor([-1.0, -1.0, 1.0, -2.0])
+    rho, advantages = reals([5.0, 2.0, 5.0, 0.5]), reals([-1.0, -1.0, 1.0, -2.0])
     arguments = rho.log(), torch.zeros_like(rho), advantages, every(rho)
     options = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
     equal(losses.ppo_clip(*arguments, **options), [[3.0, 2.0, -1.2, 1.6]])
@@ -76,36 +67,36 @@ def test_dual_clip_caps_the_loss_of_bad_actions():
 
 @pytest.mark.parametrize("dual_clip", [1.0, 0.5, -3.0])
 def test_dual_clip_must_exceed_one(dual_clip):
-    one = tensor([1.0])
+    one = reals([1.0])
     with pytest.raises(ValueError, match=f"^dual_clip must be larger than 1, got {dual_clip}$"):
         losses.ppo_clip(one, one, one, every(one), clip_low=0.2, clip_high=0.2, dual_clip=dual_clip)
 
 
 def test_dual_clip_a_little_above_one_is_taken():
-    one = tensor([1.0])
+    one = reals([1.0])
     actual = losses.ppo_clip(one, 0 * one, -one, every(one), clip_low=0.2, clip_high=0.2, dual_clip=1.5)
     equal(actual, [[1.5]])
 
 
 def test_gspo_has_one_ratio_per_sequence():
     # Row 0: log ratios 2 log 2 and 0, so s = 2; the clip at 1.5 holds for A = 1. Row 1: log 4 alone counts, s = 4, A < 0.
-    logprobs = tensor([2 * LOG2, 0.0, 9.0], [2 * LOG2, 7.0, 9.0])
+    logprobs = reals([2 * LOG2, 0.0, 9.0], [2 * LOG2, 7.0, 9.0])
     mask = torch.tensor([[True, True, False], [True, False, False]])
-    advantages = tensor([1.0, 1.0, 1.0], [-1.0, -1.0, -1.0])
+    advantages = reals([1.0, 1.0, 1.0], [-1.0, -1.0, -1.0])
     actual = losses.gspo(logprobs, 0 * logprobs, advantages, mask, clip_low=0.5, clip_high=0.5)
     equal(actual, [[-1.5, -1.5, 0.0], [4.0, 0.0, 0.0]])
 
 
 def test_gspo_clips_below_as_well():
-    logprobs = tensor([-2 * LOG2, 0.0])
+    logprobs = reals([-2 * LOG2, 0.0])
     options = {"clip_low": 0.25, "clip_high": 0.5}
-    equal(losses.gspo(logprobs, 0 * logprobs, tensor([-1.0, -1.0]), every(logprobs), **options), [[0.75, 0.75]])
+    equal(losses.gspo(logprobs, 0 * logprobs, reals([-1.0, -1.0]), every(logprobs), **options), [[0.75, 0.75]])
 
 
 def test_cispo_clips_the_weight_and_never_the_gradient():
-    logprobs = tensor([-1.0, -1.0, -1.0])
-    old = logprobs - tensor([4.0, 0.25, 1.0]).log()
-    advantages = tensor([2.0, 2.0, -3.0])
+    logprobs = reals([-1.0, -1.0, -1.0])
+    old = logprobs - reals([4.0, 0.25, 1.0]).log()
+    advantages = reals([2.0, 2.0, -3.0])
     arguments = old, advantages, every(old)
     equal(losses.cispo(logprobs, *arguments, clip_high=0.5), [[1.5 * 2, 0.25 * 2, -3.0]])
     equal(gradient(losses.cispo, logprobs, *arguments, clip_high=0.5), [[-1.5 * 2, -0.25 * 2, 3.0]])
@@ -113,20 +104,20 @@ def test_cispo_clips_the_weight_and_never_the_gradient():
 
 
 def test_cispo_leaves_the_lower_side_free_unless_asked():
-    logprobs = tensor([-1.0])
-    actual = losses.cispo(logprobs, logprobs + 9.0, tensor([1.0]), every(logprobs), clip_high=0.5)
+    logprobs = reals([-1.0])
+    actual = losses.cispo(logprobs, logprobs + 9.0, reals([1.0]), every(logprobs), clip_high=0.5)
     equal(actual, [[math.exp(-9.0)]])
 
 
 def test_replay_clipped_has_agentevolvers_ranges():
     # 1.7 is clipped to 1.6 and 0.5 to 0.8; a bad action's loss is capped at 3.
-    rho, advantages = tensor([1.7, 0.5, 4.0, 1.5]), tensor([1.0, -1.0, -1.0, 1.0])
+    rho, advantages = reals([1.7, 0.5, 4.0, 1.5]), reals([1.0, -1.0, -1.0, 1.0])
     actual = losses.replay_clipped(rho.log(), torch.zeros_like(rho), advantages, every(rho))
     equal(actual, [[-1.6, 0.8, 3.0, -1.5]])
 
 
 def test_replay_clipped_takes_other_ranges():
-    rho, advantages = tensor([1.7, 0.5, 4.0]), tensor([1.0, -1.0, -1.0])
+    rho, advantages = reals([1.7, 0.5, 4.0]), reals([1.0, -1.0, -1.0])
     actual = losses.replay_clipped(
         rho.log(), torch.zeros_like(rho), advantages, every(rho), clip_low=0.1, clip_high=0.3, dual_clip=None
     )
@@ -134,13 +125,13 @@ def test_replay_clipped_takes_other_ranges():
 
 
 def test_replay_shaped_saturates():
-    w, advantages = tensor([1.0, 0.1, 4.0]), tensor([1.0, -2.0, 3.0])
+    w, advantages = reals([1.0, 0.1, 4.0]), reals([1.0, -2.0, 3.0])
     arguments = w.log(), torch.zeros_like(w), advantages, every(w)
     equal(losses.replay_shaped(*arguments), [[-1 / 1.1, 1.0, -12 / 4.1]])
     equal(losses.replay_shaped(*arguments, offset=1.0), [[-0.5, 2 * 0.1 / 1.1, -12 / 5]])
 
 
-WEIGHED = tensor([4.0, 0.5, 1.0], [0.1, 8.0, 3.0])
+WEIGHED = reals([4.0, 0.5, 1.0], [0.1, 8.0, 3.0])
 
 
 @pytest.mark.parametrize(
@@ -164,40 +155,40 @@ def test_importance_weights(level, kind, low, expected):
 
 
 def test_the_band_of_importance_weights_includes_its_ends_and_low_is_zero_unless_given():
-    one = tensor([0.0, -1e4])
+    one = reals([0.0, -1e4])
     options = {"level": "token", "kind": "mask"}
     equal(losses.importance_weights(one, 0 * one, every(one), low=1.0, high=1.0, **options), [[1.0, 0.0]])
     equal(losses.importance_weights(one, 0 * one, every(one), high=1.0, **options), [[1.0, math.exp(-20)]], atol=1e-20)
 
 
 def test_importance_weights_carry_no_gradient():
-    logprobs = tensor([-1.0, -2.0]).requires_grad_()
+    logprobs = reals([-1.0, -2.0]).requires_grad_()
     weights = losses.importance_weights(logprobs, logprobs * 2, every(logprobs), level="token", kind="mask", high=9.0)
     assert not weights.requires_grad
 
 
 @pytest.mark.parametrize(("low", "high"), [(-0.1, 1.0), (2.0, 1.0)])
 def test_importance_weights_need_a_band(low, high):
-    one = tensor([0.0])
+    one = reals([0.0])
     with pytest.raises(ValueError, match=f"^the band must be 0 <= low <= high, got low={low}, high={high}$"):
         losses.importance_weights(one, one, every(one), level="token", kind="mask", low=low, high=high)
 
 
 def test_value_clip_takes_the_larger_error():
     # V, V_old, R: moved 1 towards R (the clipped error is larger), moved away (the plain one is), inside the range.
-    values, old, returns = tensor([1.0, -1.0, 0.1]), tensor([0.0, 0.0, 0.0]), tensor([2.0, 2.0, 2.0])
+    values, old, returns = reals([1.0, -1.0, 0.1]), reals([0.0, 0.0, 0.0]), reals([2.0, 2.0, 2.0])
     actual = losses.value_clip(values, old, returns, every(values), clip=0.25)
     equal(actual, [[1.75**2 / 2, 9 / 2, 1.9**2 / 2]])
     equal(gradient(losses.value_clip, values, old, returns, every(values), clip=0.25), [[0.0, -3.0, -1.9]])
 
 
 def test_value_loss_without_clip_is_half_the_squared_error():
-    values, returns = tensor([1.0, -1.0]), tensor([2.0, 2.0])
+    values, returns = reals([1.0, -1.0]), reals([2.0, 2.0])
     equal(losses.value_clip(values, 0 * values, returns, every(values), clip=None), [[0.5, 4.5]])
 
 
 def test_value_clip_works_on_both_sides_of_the_old_value():
-    values, old, returns = tensor([-1.0, 1.0]), tensor([0.0, 0.0]), tensor([-2.0, 2.0])
+    values, old, returns = reals([-1.0, 1.0]), reals([0.0, 0.0]), reals([-2.0, 2.0])
     equal(losses.value_clip(values, old, returns, every(values), clip=0.5), [[1.125, 1.125]])
 
 
@@ -264,9 +255,9 @@ def test_policy_losses_are_their_loops(seed):
     p, q, a, m = random_inputs(seed)
 
     def check(actual, function, *inputs):
-        equal(actual, reference.table(function, m, *inputs))
+        equal(actual, references.table(function, m, *inputs))
 
-    exp, clipped = math.exp, reference.surrogate
+    exp, clipped = math.exp, references.surrogate
     check(losses.ratio(p, q, m), lambda p, q: exp(p - q), p, q)
     check(losses.nll(p, m), lambda p: -p, p)
     check(losses.reinforce(p, a, m), lambda p, a: -a * p, p, a)
@@ -275,13 +266,13 @@ def test_policy_losses_are_their_loops(seed):
     check(losses.replay_clipped(p, q, a, m), lambda p, q, a: clipped(exp(p - q), a, 0.2, 0.6, 3), p, q, a)
     check(
         losses.cispo(p, q, a, m, clip_high=0.5, clip_low=0.3),
-        lambda p, q, a: -reference.clip(exp(p - q), 0.7, 1.5) * a * p,
+        lambda p, q, a: -references.clip(exp(p - q), 0.7, 1.5) * a * p,
         p,
         q,
         a,
     )
     check(losses.replay_shaped(p, q, a, m), lambda p, q, a: -a * exp(p - q) / (exp(p - q) + 0.1), p, q, a)
-    s = reference.sequence_log_ratios(p, q, m, reduce="mean")
+    s = references.sequence_log_ratios(p, q, m, reduce="mean")
     check(POLICY["gspo"](p, q, a, m), lambda s, a: clipped(exp(s), a, 0.1, 0.2), s, a)
 
 
@@ -289,24 +280,24 @@ def test_policy_losses_are_their_loops(seed):
 @pytest.mark.parametrize("kind", ["truncate", "mask"])
 def test_importance_weights_are_their_loop(seed, kind):
     p, q, _, m = random_inputs(seed)
-    token, sequence = p - q, reference.sequence_log_ratios(p, q, m, reduce="sum")
+    token, sequence = p - q, references.sequence_log_ratios(p, q, m, reduce="sum")
     for level, log_ratios in (("token", token), ("sequence", sequence)):
         actual = losses.importance_weights(p, q, m, level=level, kind=kind, low=0.5, high=1.5)
-        equal(actual, reference.table(lambda x: reference.importance(x, kind, 0.5, 1.5), m, log_ratios))
+        equal(actual, references.table(lambda x: references.importance(x, kind, 0.5, 1.5), m, log_ratios))
 
 
 @seeds
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_value_clip_is_its_loop(seed, clip):
     values, old, returns, mask = random_inputs(seed)
-    expected = reference.table(lambda v, o, r: reference.value_loss(v, o, r, clip), mask, values, old, returns)
+    expected = references.table(lambda v, o, r: references.value_loss(v, o, r, clip), mask, values, old, returns)
     equal(losses.value_clip(values, old, returns, mask, clip=clip), expected)
 
 
 @seeds
 def test_entropy_is_its_loop(seed):
     logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    expected = [[reference.entropy(position) for position in row] for row in logits.tolist()]
+    expected = [[references.entropy(position) for position in row] for row in logits.tolist()]
     equal(losses.entropy(logits, torch.ones(2, 3, dtype=torch.bool)), expected)
 
 
@@ -314,7 +305,7 @@ def test_entropy_is_its_loop(seed):
 def test_preference_losses_are_their_loops(seed):
     pairs = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     rows = list(zip(*pairs.tolist(), strict=True))
-    log_sigmoid = reference.log_sigmoid
+    log_sigmoid = loops.log_sigmoid
     equal(losses.bradley_terry(pairs[0], pairs[1], margin=pairs[2]), [-log_sigmoid(c - r - m) for c, r, m, _ in rows])
     margins = [0.5 * ((c - ref_c) - (r - ref_r)) for c, r, ref_c, ref_r in rows]
     expected = [-0.8 * log_sigmoid(m) - 0.2 * log_sigmoid(-m) for m in margins]

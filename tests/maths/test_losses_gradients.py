@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 from loss_table import ALL, OTHERS, POLICY, gradient, random_inputs
+from masking import equal, every
 
 from rolecall.maths import losses
 from rolecall.maths.reduce import aggregate
@@ -12,14 +13,6 @@ from rolecall.maths.reduce import aggregate
 seeds = pytest.mark.parametrize("seed", range(4))
 policy = pytest.mark.parametrize("loss", POLICY.values(), ids=POLICY.keys())
 all_losses = pytest.mark.parametrize("loss", ALL.values(), ids=ALL.keys())
-
-
-def every(like):
-    return torch.ones(like.shape, dtype=torch.bool)
-
-
-def equal(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["nll", "reinforce", "ppo_clip", "ppo_clip dual", "replay_clipped", "replay_shaped"])

@@ -70,19 +70,6 @@ def test_untrained_spans_and_padding_change_nothing(function, x, at, width):
     assert long_grad[:, ~kept].eq(0).all()
 
 
-@per_position
-@settings_
-@given(x=positions())
-def test_what_does_not_count_reaches_neither_value_nor_gradient(function, x):
-    values, grad = value_and_gradient(function, *x)
-    clean = [torch.where(x.mask, tensor, 0) for tensor in (x.logprobs, x.old, x.advantages)]
-    clean_values, clean_grad = value_and_gradient(function, *clean, x.mask)
-    assert values.equal(clean_values)
-    assert grad.equal(clean_grad)
-    assert values[~x.mask].eq(0).all()
-    assert grad[~x.mask].eq(0).all()
-
-
 @pytest.mark.parametrize("mode", MODES)
 @settings_
 @given(x=positions(), cut=st.integers(0, 4))

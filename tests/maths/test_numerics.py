@@ -4,21 +4,15 @@ import math
 
 import pytest
 import torch
+from masking import every
 
+from rolecall.conformance.compare import reals
 from rolecall.maths import advantages, losses
 from rolecall.maths.kl import exact_kl, kl_estimate
 from rolecall.maths.reduce import MODES, aggregate, masked_whiten
 from rolecall.maths.returns import discounted_returns, gae
 from rolecall.maths.roles import Role, TrainRule
 from rolecall.maths.shaping import place_scores
-
-
-def tensor(*rows):
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-def every(like):
-    return torch.ones(like.shape, dtype=torch.bool)
 
 
 def rounded(x, digits=4):
@@ -30,7 +24,7 @@ ANSWER_TOOL_ANSWER = torch.tensor([[True, True, False, False, False, True, True]
 
 
 def test_gae_walks_over_observations():
-    rewards, values = tensor([0.0] * 6 + [1.0]), torch.zeros(1, 7).double()
+    rewards, values = reals([0.0] * 6 + [1.0]), torch.zeros(1, 7).double()
     ours, _ = gae(rewards, values, ANSWER_TOOL_ANSWER, gamma=1.0, lam=0.95)
     stepping, _ = gae(rewards, values, every(values), gamma=1.0, lam=0.95)
     assert rounded(ours) == [0.8574, 0.9025, 0.0, 0.0, 0.0, 0.95, 1.0]
@@ -38,12 +32,12 @@ def test_gae_walks_over_observations():
 
 
 def test_returns_reach_over_observations():
-    rewards, mask = tensor([0.0, 7.0, 1.0]), torch.tensor([[True, False, True]])
+    rewards, mask = reals([0.0, 7.0, 1.0]), torch.tensor([[True, False, True]])
     assert rounded(discounted_returns(rewards, mask, gamma=0.5)) == [0.5, 0.0, 1.0]
 
 
 def test_returns_are_built_from_raw_advantages():
-    rewards, values = tensor([0.0, 1.0]), tensor([0.2, 0.6])
+    rewards, values = reals([0.0, 1.0]), reals([0.2, 0.6])
     raw, returns = gae(rewards, values, every(values), gamma=1.0, lam=1.0)
     assert rounded(raw) == [0.8, 0.4]
     assert rounded(returns) == [1.0, 1.0]
@@ -51,7 +45,7 @@ def test_returns_are_built_from_raw_advantages():
 
 
 def test_a_cut_off_answer_bootstraps_only_when_asked():
-    rewards, values = tensor([0.0, 0.0]), tensor([0.5, 0.8])
+    rewards, values = reals([0.0, 0.0]), reals([0.5, 0.8])
     ended, _ = gae(rewards, values, every(values), gamma=1.0, lam=1.0)
     cut, _ = gae(rewards, values, every(values), gamma=1.0, lam=1.0, bootstrap=torch.tensor([0.9]).double())
     assert rounded(ended) == [-0.5, -0.8]
@@ -59,7 +53,7 @@ def test_a_cut_off_answer_bootstraps_only_when_asked():
 
 
 def test_whitening_is_biased_with_eps_inside_the_root():
-    x = tensor([1.0, 2.0, 3.0, 4.0])
+    x = reals([1.0, 2.0, 3.0, 4.0])
     unbiased = (x - x.mean()) / (x.var() + 1e-8).sqrt()
     assert rounded(masked_whiten(x, every(x)))[-1] == 1.3416
     assert rounded(unbiased)[-1] == 1.1619
@@ -67,7 +61,7 @@ def test_whitening_is_biased_with_eps_inside_the_root():
 
 
 def test_whitening_counts_trained_positions_only():
-    x, mask = tensor([1.0, 3.0, 0.0, 0.0]), torch.tensor([[True, True, False, False]])
+    x, mask = reals([1.0, 3.0, 0.0, 0.0]), torch.tensor([[True, True, False, False]])
     assert rounded(masked_whiten(x, mask)) == [-1.0, 1.0, 0.0, 0.0]
     assert rounded(masked_whiten(x, every(x))) == [0.0, 1.633, -0.8165, -0.8165]
 
@@ -108,7 +102,7 @@ def test_a_failed_reward_is_left_out():
 
 
 # Two answers, of 4 positions with loss 1 and of 1 position with loss 4, and a row that does not train.
-LOSS = tensor([1.0, 1.0, 1.0, 1.0], [4.0, 0.0, 0.0, 0.0], [9.0, 9.0, 9.0, 9.0])
+LOSS = reals([1.0, 1.0, 1.0, 1.0], [4.0, 0.0, 0.0, 0.0], [9.0, 9.0, 9.0, 9.0])
 COUNTS = torch.tensor([[True] * 4, [True] + [False] * 3, [False] * 4])
 
 
@@ -212,7 +206,7 @@ def test_a_small_drift_per_token_is_a_large_one_per_sequence():
 
 
 def test_clipping_takes_the_larger_loss():
-    rho, good = tensor([2.0]), tensor([1.0])
+    rho, good = reals([2.0]), reals([1.0])
 
     def loss(advantage):
         return losses.ppo_clip(rho.log(), 0 * rho, advantage, every(rho), clip_low=0.2, clip_high=0.2).item()

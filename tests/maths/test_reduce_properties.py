@@ -2,10 +2,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from masking import assert_rubbish_has_no_effect, padded
+from masking import assert_rubbish_has_no_effect
 from strategies import masked, masks, rubbish
 
 from rolecall.conformance import references
+from rolecall.conformance.compare import padded
 from rolecall.maths.reduce import (
     MODES,
     aggregate,
@@ -93,14 +94,6 @@ def test_counts_are_those_of_a_loop(mask):
     rows = mask.tolist()
     assert token_count(mask) == sum(sum(row) for row in rows)
     assert sequence_count(mask) == sum(any(row) for row in rows)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@given(case=masked(tensors=1))
-def test_aggregation_is_that_of_a_loop(mode, case):
-    mask, x = case
-    expected = references.aggregate(x, mask, mode=mode, norm=norm_for(mode) or 1.0)
-    assert aggregate(x, mask, mode=mode, norm=norm_for(mode)).item() == pytest.approx(expected, abs=1e-10)
 
 
 @given(case=masked(tensors=1), shift=st.floats(-5, 5), scale=st.floats(0.5, 4))

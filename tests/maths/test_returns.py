@@ -1,18 +1,12 @@
+import loops
 import pytest
 import torch
 
 from rolecall.conformance import references
+from rolecall.conformance.compare import bits, reals
 from rolecall.maths.returns import _BLOCK, discounted_returns, gae, nstep_targets, td_lambda_targets
 
 NAN, INF = float("nan"), float("inf")
-
-
-def row(*numbers: float) -> torch.Tensor:
-    return torch.tensor([numbers], dtype=torch.float64)
-
-
-def bits(*rows: str) -> torch.Tensor:
-    return torch.tensor([[bit == "1" for bit in line.replace(" ", "")] for line in rows])
 
 
 def random_case(seed: int, *, batch: int = 4, time: int = 9, share: float = 0.7) -> tuple[torch.Tensor, ...]:
@@ -40,7 +34,7 @@ def by_loop(function, mask, *tensors, bootstrap, **options):
 #   values    2  4  -  8
 #   delta     1 + 4/2 - 2 = 1       2 + 8/2 - 4 = 2       4 + 0 - 8 = -4
 #   A         1 + 1/4 1 = 1.25      2 + 1/4 (-4) = 1      -4
-REWARDS, VALUES, MASK = row(1, 2, NAN, 4), row(2, 4, INF, 8), bits("1101")
+REWARDS, VALUES, MASK = reals([1, 2, NAN, 4]), reals([2, 4, INF, 8]), bits("1101")
 
 
 def test_gae_by_hand():
@@ -99,7 +93,7 @@ def test_gae_and_returns_are_those_of_a_loop(time, gamma, lam):
 
     torch.testing.assert_close(
         td_lambda_targets(rewards, values, mask, **options, bootstrap=bootstrap),
-        by_loop(references.td_lambda, mask, rewards, values, bootstrap=bootstrap, **options),
+        by_loop(loops.td_lambda, mask, rewards, values, bootstrap=bootstrap, **options),
         rtol=0,
         atol=1e-10,
     )
@@ -115,7 +109,7 @@ def test_gae_and_returns_are_those_of_a_loop(time, gamma, lam):
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
 def test_nstep_is_that_of_a_loop(n, gamma):
     rewards, values, mask, bootstrap = random_case(n)
-    expected = by_loop(references.nstep, mask, rewards, values, bootstrap=bootstrap, gamma=gamma, n=n)
+    expected = by_loop(loops.nstep, mask, rewards, values, bootstrap=bootstrap, gamma=gamma, n=n)
     got = nstep_targets(rewards, values, mask, gamma=gamma, n=n, bootstrap=bootstrap)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
@@ -170,13 +164,13 @@ def test_lam_zero_is_the_one_step_error():
 
 def test_one_step_is_reward_minus_value():
     for gamma, lam in [(1.0, 1.0), (0.5, 0.3)]:
-        advantages, returns = gae(row(5), row(2), bits("1"), gamma=gamma, lam=lam)
+        advantages, returns = gae(reals([5]), reals([2]), bits("1"), gamma=gamma, lam=lam)
         assert (advantages.item(), returns.item()) == (3, 5)
 
 
 def test_returns_of_gamma_one_and_zero():
-    assert discounted_returns(row(1, 2, 4), bits("111"), gamma=1.0).tolist() == [[7, 6, 4]]
-    assert discounted_returns(row(1, 2, 4), bits("101"), gamma=0.0).tolist() == [[1, 0, 4]]
+    assert discounted_returns(reals([1, 2, 4]), bits("111"), gamma=1.0).tolist() == [[7, 6, 4]]
+    assert discounted_returns(reals([1, 2, 4]), bits("101"), gamma=0.0).tolist() == [[1, 0, 4]]
 
 
 def test_as_many_steps_as_there_are_is_the_discounted_return():
@@ -189,7 +183,7 @@ def test_as_many_steps_as_there_are_is_the_discounted_return():
 def test_a_hole_in_the_mask_is_no_step():
     # mask      1 1 0 0 0 1 1     at lam 0.95 gives what 1 1 1 1 gives
     hole = bits("1100011")
-    rewards, values = row(1, 2, NAN, INF, 7, 3, 4), row(5, 6, -INF, NAN, 9, 7, 8)
+    rewards, values = reals([1, 2, NAN, INF, 7, 3, 4]), reals([5, 6, -INF, NAN, 9, 7, 8])
     short = [t[hole][None] for t in (rewards, values)]
     for got, expected in zip(
         gae(rewards, values, hole, gamma=1.0, lam=0.95), gae(*short, bits("1111"), gamma=1.0, lam=0.95), strict=True

@@ -2,9 +2,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from masking import assert_rubbish_has_no_effect, padded
+from masking import assert_rubbish_has_no_effect
 from strategies import DISCOUNTS, like, masked, rubbish
 
+from rolecall.conformance.compare import padded
 from rolecall.maths.returns import discounted_returns, gae, nstep_targets, td_lambda_targets
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

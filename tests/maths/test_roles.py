@@ -1,9 +1,10 @@
 import random
 
+import loops
 import pytest
 import torch
 
-from rolecall.conformance import references
+from rolecall.conformance.compare import bits
 from rolecall.maths.returns import gae
 from rolecall.maths.roles import Role, TrainRule, Verdict, episode_roles, response_roles, roles_of_ids
 from rolecall.maths.shaping import place_scores, untrainable
@@ -20,10 +21,6 @@ def roles(*rows: str) -> torch.Tensor:
 def drawn(tensor: torch.Tensor) -> list[str]:
     names = {int(role): letter for letter, role in LETTERS.items()}
     return ["".join(names[code] for code in row) for row in tensor.tolist()]
-
-
-def bits(*rows: str) -> torch.Tensor:
-    return torch.tensor([[bit == "1" for bit in row.replace(" ", "")] for row in rows])
 
 
 def keeps_the_score_or_says_so(eligible: torch.Tensor) -> bool:
@@ -120,7 +117,7 @@ def test_roles_of_ids_walks_as_a_loop_does():
         ids = [[generator.randint(0, 4) for _ in range(width)] for _ in range(3)]
         lengths = [generator.randint(0, width) for _ in ids]
         expected = [
-            references.first_stop_roles(row, stop_ids={1, 3}, length=length)
+            loops.first_stop_roles(row, stop_ids={1, 3}, length=length)
             for row, length in zip(ids, lengths, strict=True)
         ]
         assert drawn(roles_of_ids(torch.tensor(ids), stop_ids=(3, 1), lengths=torch.tensor(lengths))) == expected
@@ -269,7 +266,7 @@ def test_episode_roles_walk_as_a_loop_does():
         steps = generator.randint(0, width)
         filled = [t < steps for t in range(width)]
         terminated, truncated = ([generator.random() < 0.2 for _ in range(width)] for _ in range(2))
-        expected = references.episode_roles(filled, terminated, truncated)
+        expected = loops.episode_roles(filled, terminated, truncated)
         assert drawn(episode_roles(torch.tensor([filled]), torch.tensor([terminated]), torch.tensor([truncated]))) == [
             expected
         ]

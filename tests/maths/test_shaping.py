@@ -1,9 +1,10 @@
 import random
 
+import loops
 import pytest
 import torch
 
-from rolecall.conformance import references
+from rolecall.conformance.compare import bits
 from rolecall.maths.shaping import (
     clip_scores,
     last_eligible,
@@ -16,10 +17,6 @@ from rolecall.maths.shaping import (
 )
 
 NAN, INF = float("nan"), float("inf")
-
-
-def bits(*rows: str) -> torch.Tensor:
-    return torch.tensor([[bit == "1" for bit in line.replace(" ", "")] for line in rows])
 
 
 #   mask     0 1 1 0 1 0      the score sits on the last 1
@@ -113,11 +110,11 @@ def test_placing_is_that_of_a_loop(seed):
     mask, turn_scores = torch.tensor(masks), torch.tensor(scores, dtype=torch.float64)
 
     got = place_turn_scores(turn_scores, torch.tensor(turns), mask)
-    expected = [references.place_turn_scores(*row) for row in zip(scores, turns, masks, strict=True)]
+    expected = [loops.place_turn_scores(*row) for row in zip(scores, turns, masks, strict=True)]
     torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64))
 
     one = place_scores(turn_scores[:, 0], mask)
-    assert one.tolist() == [references.place_score(s[0], m) for s, m in zip(scores, masks, strict=True)]
+    assert one.tolist() == [loops.place_turn_scores(s[:1], [0] * time, m) for s, m in zip(scores, masks, strict=True)]
 
     kl = torch.tensor([[generator.gauss(0, 1) for _ in range(time)] for _ in masks], dtype=torch.float64)
     shaped = shape_rewards(turn_scores[:, 0], kl, mask, kl_coef=0.3)

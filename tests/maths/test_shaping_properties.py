@@ -1,9 +1,10 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from masking import assert_rubbish_has_no_effect, padded
+from masking import assert_rubbish_has_no_effect
 from strategies import like, masked, masks, rubbish
 
+from rolecall.conformance.compare import padded
 from rolecall.maths.shaping import (
     clip_scores,
     last_eligible,

@@ -12,7 +12,7 @@ import torch
 
 from rolecall.config.merge import resolve
 from rolecall.config.rl import AlgorithmOptions, RLOptions, plan
-from rolecall.look.rollouts import kl_kind_of
+from rolecall.look.records import kl_kind_of
 from rolecall.maths.kl import KINDS, exact_kl, kl_estimate
 from rolecall.maths.roles import Role, TrainRule
 from rolecall.maths.shaping import shape_rewards

@@ -16,8 +16,8 @@ def reals(*numbers: object) -> Tensor:
 
 
 def bits(*rows: str) -> Tensor:
-    """A mask drawn as text: "1101" is True True False True."""
-    return torch.tensor([[letter == "1" for letter in row] for row in rows])
+    """A mask drawn as text: "11 01" is True True False True."""
+    return torch.tensor([[letter == "1" for letter in row.replace(" ", "")] for row in rows])
 
 
 def close(got: object, expected: object, mask: Tensor | None = None) -> None:

@@ -1,8 +1,6 @@
-"""The same maths as plain loops over Python floats (float64), position by position: slow, and easy to check by eye.
+"""The maths once more, as plain loops over Python floats (float64): slow, easy to check by eye, and sharing no code with it."""
 
-A row is a list of floats with a list of bools beside it. Functions take and give lists of rows.
-"""
-
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,7 +18,22 @@ def rows(function: Callable[..., list[float]], mask: Tensor, *tensors: Tensor, *
     return torch.tensor(out, dtype=torch.float64).reshape(mask.shape)
 
 
-def spread(kept: Row, mask: Mask) -> list[float]:
+def table(function: Callable[..., float], mask: Tensor, *tensors: Tensor) -> Tensor:
+    """function(row, t) at every position that counts, 0 elsewhere; `tensors` become nested lists handed to function."""
+    rows = [tensor.tolist() for tensor in tensors]
+    out = torch.zeros(mask.shape, dtype=torch.float64)
+    for i in range(mask.shape[0]):
+        for t in range(mask.shape[1]):
+            if mask[i, t]:
+                out[i, t] = function(*(row[i][t] for row in rows))
+    return out
+
+
+def mean(xs: Row) -> float:
+    return math.fsum(xs) / len(xs)
+
+
+def put_back(kept: Row, mask: Mask) -> list[float]:
     """Values of the positions that count put back in their places, 0 elsewhere."""
     rest = iter(kept)
     return [next(rest) if counts else 0.0 for counts in mask]
@@ -40,30 +53,7 @@ def gae(rewards: Row, values: Row, *, mask: Mask, gamma: float, lam: float, boot
 
 def discounted_returns(rewards: Row, *, mask: Mask, gamma: float) -> list[float]:
     kept = [r for r, counts in zip(rewards, mask, strict=True) if counts]
-    return spread([sum(gamma**k * r for k, r in enumerate(kept[t:])) for t in range(len(kept))], mask)
-
-
-def td_lambda(
-    rewards: Row, values: Row, *, mask: Mask, gamma: float, lam: float, bootstrap: float = 0.0
-) -> list[float]:
-    targets = [0.0] * len(mask)
-    next_value = next_target = bootstrap
-    for t in reversed(range(len(mask))):
-        if mask[t]:
-            next_target = rewards[t] + gamma * ((1 - lam) * next_value + lam * next_target)
-            next_value = values[t]
-            targets[t] = next_target
-    return targets
-
-
-def nstep(rewards: Row, values: Row, *, mask: Mask, gamma: float, n: int, bootstrap: float = 0.0) -> list[float]:
-    r = [x for x, counts in zip(rewards, mask, strict=True) if counts]
-    v = [x for x, counts in zip(values, mask, strict=True) if counts] + [bootstrap]
-    targets = []
-    for t in range(len(r)):
-        end = min(t + n, len(r))
-        targets.append(sum(gamma ** (k - t) * r[k] for k in range(t, end)) + gamma ** (end - t) * v[end])
-    return spread(targets, mask)
+    return put_back([sum(gamma**k * r for k, r in enumerate(kept[t:])) for t in range(len(kept))], mask)
 
 
 def moments(x: Tensor, mask: Tensor) -> tuple[float, float]:
@@ -71,8 +61,8 @@ def moments(x: Tensor, mask: Tensor) -> tuple[float, float]:
     kept = [v for v, counts in zip(x.double().flatten().tolist(), mask.flatten().tolist(), strict=True) if counts]
     if not kept:
         return 0.0, 0.0
-    mean = sum(kept) / len(kept)
-    return mean, sum((v - mean) ** 2 for v in kept) / len(kept)
+    centre = mean(kept)
+    return centre, mean([(v - centre) ** 2 for v in kept])
 
 
 def aggregate(x: Tensor, mask: Tensor, *, mode: str, norm: float = 1.0) -> float:
@@ -93,47 +83,87 @@ def aggregate(x: Tensor, mask: Tensor, *, mode: str, norm: float = 1.0) -> float
     }[mode]
 
 
-def place_score(score: float, mask: Mask) -> list[float]:
-    rewards = [0.0] * len(mask)
-    for t in reversed(range(len(mask))):
-        if mask[t]:
-            rewards[t] = score
-            break
-    return rewards
+def members(groups: Sequence[int], include: Sequence[bool], i: int) -> list[int]:
+    return [j for j in range(len(groups)) if groups[j] == groups[i] and include[j]]
 
 
-def place_turn_scores(scores: Row, turns: Sequence[int], mask: Mask) -> list[float]:
-    rewards = [0.0] * len(mask)
-    eligible = [t for t, counts in enumerate(mask) if counts]
-    if not eligible:
-        return rewards
-    for turn, score in enumerate(scores):
-        so_far = [t for t in eligible if turns[t] <= turn]
-        rewards[so_far[-1] if so_far else eligible[0]] += score
-    return rewards
+def deviation(xs: Row) -> float:
+    """Unbiased standard deviation."""
+    return math.sqrt(math.fsum((x - mean(xs)) ** 2 for x in xs) / (len(xs) - 1))
 
 
-def first_stop_roles(ids: Sequence[int], *, stop_ids: set[int], length: int) -> str:
-    """One letter a position: C content, S the first stop, > after it, . padding."""
-    letters, stopped = "", False
-    for t, token in enumerate(ids):
-        if t >= length:
-            letters += "."
-        elif stopped:
-            letters += ">"
-        elif token in stop_ids:
-            letters, stopped = letters + "S", True
-        else:
-            letters += "C"
-    return letters
+def grpo(scores: Row, groups: Sequence[int], include: Sequence[bool], scale: str | None, eps: float) -> list[float]:
+    out = []
+    for i, score in enumerate(scores):
+        group = [scores[j] for j in members(groups, include, i)]
+        if not include[i] or len(group) == 1 or len(set(group)) == 1:
+            out.append(0.0)
+            continue
+        over = {"group": group, "batch": [s for s, ok in zip(scores, include, strict=True) if ok], None: None}[scale]
+        out.append((score - mean(group)) / (1.0 if over is None else deviation(over) + eps))
+    return out
 
 
-def episode_roles(filled: Mask, terminated: Mask, truncated: Mask) -> str:
-    """One letter a step, walking the episode as a runner would: C a step that was acted in, > behind it, . no episode."""
-    steps = sum(filled)
-    if steps == 0:
-        return "." * len(filled)
-    for t in range(steps):
-        if terminated[t] or truncated[t]:
-            return "C" * (t + 1) + ">" * (len(filled) - t - 1)
-    return "C" * (steps - 1) + ">" * (len(filled) - steps + 1)
+def rloo(scores: Row, groups: Sequence[int], include: Sequence[bool]) -> list[float]:
+    out = []
+    for i, score in enumerate(scores):
+        others = [scores[j] for j in members(groups, include, i) if j != i]
+        out.append(score - mean(others) if include[i] and others else 0.0)
+    return out
+
+
+KL: dict[str, Callable[[float, float], float]] = {
+    "k1": lambda p, q: p - q,
+    "clamp": lambda p, q: max(p - q, 0.0),
+    "k2": lambda p, q: (p - q) ** 2 / 2,
+    "k3": lambda p, q: math.exp(q - p) - 1 - (q - p),
+    "abs": lambda p, q: abs(p - q),
+}
+
+
+def exact_kl(logits: Row, ref_logits: Row) -> float:
+    p, q = softmax(logits), softmax(ref_logits)
+    return math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
+
+
+def softmax(logits: Row) -> list[float]:
+    top = max(logits)
+    weights = [math.exp(x - top) for x in logits]
+    return [w / math.fsum(weights) for w in weights]
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
+
+
+def surrogate(rho: float, advantage: float, low: float, high: float, dual: float | None = None) -> float:
+    loss = max(-advantage * rho, -advantage * clip(rho, 1 - low, 1 + high))
+    return min(loss, -dual * advantage) if dual is not None and advantage < 0 else loss
+
+
+def sequence_log_ratios(logprobs: Tensor, old: Tensor, mask: Tensor, *, reduce: str) -> Tensor:
+    """`reduce` ("mean" or "sum") of the log ratios of each row's positions that count, at each position of the row."""
+    out = []
+    for p, q, counts in zip(logprobs.tolist(), old.tolist(), mask.tolist(), strict=True):
+        gaps = [a - b for a, b, count in zip(p, q, counts, strict=True) if count]
+        value = math.fsum(gaps) / (len(gaps) if reduce == "mean" and gaps else 1)
+        out.append([value] * len(p))
+    return torch.tensor(out, dtype=torch.float64)
+
+
+def importance(log_ratio: float, kind: str, low: float, high: float) -> float:
+    weight = math.exp(log_ratio)
+    if kind == "truncate":
+        return clip(weight, low, high)
+    return weight if low <= weight <= high else 0.0
+
+
+def value_loss(value: float, old: float, target: float, clip_range: float | None) -> float:
+    error = (value - target) ** 2
+    if clip_range is not None:
+        error = max(error, (clip(value, old - clip_range, old + clip_range) - target) ** 2)
+    return error / 2
+
+
+def entropy(logits: Row) -> float:
+    return -math.fsum(p * math.log(p) for p in softmax(logits) if p > 0)

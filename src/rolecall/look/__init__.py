@@ -5,12 +5,12 @@ A page is sections of HTML and, by name, data for its script:
     from rolecall.look.page import Section, page, text
     from rolecall.look.tokens import Sample, SampleSet, token_view
 
-    view = token_view("tokens", [SampleSet(label="samples", samples=[Sample(...), ...])])
+    view, drawn_from = token_view("tokens", [SampleSet(label="samples", samples=[Sample(...), ...])])
     html = page(
         title="Audit of rows.jsonl",
         lead=f"<p>{text(anything_a_model_or_user_wrote)}</p>",
-        sections=[Section(id="tokens", title="Token by token", body=view.html)],
-        data=[view.data],
+        sections=[Section(id="tokens", title="Token by token", body=view)],
+        data=[drawn_from],
     )
 
 `text` makes anything safe to show: markup is escaped, and what cannot be seen (controls, direction marks, escapes for

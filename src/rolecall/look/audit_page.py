@@ -9,32 +9,18 @@ from rolecall.look.tokens import Sample, SampleSet, token_view
 
 
 class Finding(Protocol):
-    """What one check found."""
+    """What one check found: its name, its level (error, warning, ok or skipped), one sentence, what shows it, what to change."""
 
     @property
-    def check(self) -> str:
-        """Its name."""
-        ...
-
+    def check(self) -> str: ...
     @property
-    def level(self) -> str:
-        """error, warning, ok or skipped."""
-        ...
-
+    def level(self) -> str: ...
     @property
-    def summary(self) -> str:
-        """One sentence."""
-        ...
-
+    def summary(self) -> str: ...
     @property
-    def evidence(self) -> Sequence[str]:
-        """What shows it."""
-        ...
-
+    def evidence(self) -> Sequence[str]: ...
     @property
-    def advice(self) -> str:
-        """What to change."""
-        ...
+    def advice(self) -> str: ...
 
 
 def audit_html(*, title: str, about: Mapping[str, str], findings: Sequence[Finding], samples: Sequence[Sample]) -> str:
@@ -54,9 +40,9 @@ def audit_html(*, title: str, about: Mapping[str, str], findings: Sequence[Findi
     ]
     data = []
     if samples:
-        view = token_view("samples", [SampleSet(label="samples", samples=samples)])
-        sections.append(Section(id="tokens", title="Token by token", body=_TOKENS + view.html))
-        data.append(view.data)
+        view, drawn_from = token_view("samples", [SampleSet(label="samples", samples=samples)])
+        sections.append(Section(id="tokens", title="Token by token", body=_TOKENS + view))
+        data.append(drawn_from)
     sections.append(Section(id="what", title="What was audited", body=facts(about)))
     return page(title=title, lead=f'<p class="lead"><b>{_verdict(findings)}</b></p>', sections=sections, data=data)
 

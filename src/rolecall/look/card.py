@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from rolecall.look.charts import ACCURACY, PAIRS, is_number
+from rolecall.look.charts import ACCURACY, PAIRS, four_digits, is_number, mean_of
 from rolecall.look.run import RunFiles
 from rolecall.visible import visible_text
 
@@ -64,7 +64,7 @@ def model_card(run: RunFiles, *, repo: str, base: str | None) -> str:
 def settings_yaml(run: RunFiles) -> str:
     """The settings as a file for `--config`; of an absolute path only the name, which is all that means something elsewhere.
 
-    A run of so many passes has their number of steps, too, which is what is repeated: both at once are refused.
+    A run given in passes also knows its number of steps, which is what is repeated: giving both is refused.
     """
     passes = {} if run.command == "expert-iteration" else {"epochs": None}
     config = run.config | {name: value for name, value in passes.items() if name in run.config}
@@ -99,18 +99,18 @@ def _results(run: RunFiles) -> list[str]:
         return ["No evaluation was made on held-out rows while it trained."]
     first, last = run.evaluations[0], run.evaluations[-1]
     names = [name for name in last if name.startswith("eval_") and is_number(last[name])]
-    rows = [(n.removeprefix("eval_"), _number(first.get(n)), _number(last[n])) for n in names]
-    told = ["On rows that were not trained on:", _table(["", f"step {first['step']}", f"step {last['step']}"], rows)]
+    rows = [(n.removeprefix("eval_"), four_digits(first.get(n)), four_digits(last[n])) for n in names]
+    parts = ["On rows that were not trained on:", _table(["", f"step {first['step']}", f"step {last['step']}"], rows)]
     if "eval_accuracy" in names and run.command not in PAIRS:
-        told.append(f"`accuracy` is {ACCURACY}; `reward` is their mean score.")
-    return told
+        parts.append(f"`accuracy` is {ACCURACY}; `reward` is their mean score.")
+    return parts
 
 
 def _curve(run: RunFiles) -> list[str]:
     name = next((n for n in ("reward", "accuracy", "loss") if any(is_number(s.get(n)) for s in run.steps)), "loss")
     few = max(1, round(len(run.steps) / _POINTS))
     parts = [run.steps[i : i + few] for i in range(0, len(run.steps), few)]
-    rows = [(f"{int(p[0]['step'])} to {int(p[-1]['step'])}", _number(_mean([s.get(name) for s in p]))) for p in parts]
+    rows = [(f"{int(p[0]['step'])} to {int(p[-1]['step'])}", four_digits(mean_of(p, name))) for p in parts]
     return [f"Mean {name} of the steps' own batches:", _table(["steps", name], rows)]
 
 
@@ -118,15 +118,15 @@ def _again(run: RunFiles) -> list[str]:
     about, command = run.about, f"rolecall {run.command} --config {SETTINGS}"
     versions = {"python": about.get("python"), **(about.get("versions") or {})}
     words = [f"{name} {version}" for name, version in versions.items()]
-    told = [f"With {markdown(', '.join(words))}, and `{SETTINGS}` of this repository:", _fenced(command, "bash")]
+    parts = [f"With {markdown(', '.join(words))}, and `{SETTINGS}` of this repository:", _fenced(command, "bash")]
     arguments = [str(word) for word in about.get("arguments") or ()]
     if arguments[:1] == [run.command]:
-        told += ["It was run as", _fenced(shlex.join(["rolecall", *map(_name, arguments)]), "bash")]
+        parts += ["It was run as", _fenced(shlex.join(["rolecall", *map(_name, arguments)]), "bash")]
     if "(given in Python)" in str(run.config):
-        told.append(
+        parts.append(
             "What the settings call `(given in Python)` was handed to `rolecall` from a script, which is not here."
         )
-    return told
+    return parts
 
 
 def _table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
@@ -151,12 +151,3 @@ def _plain(value: Any) -> Any:
 
 def _name(value: object) -> str:
     return Path(value).name if isinstance(value, str) and value.startswith("/") else str(value)
-
-
-def _mean(values: Sequence[Any]) -> float | None:
-    known = [float(value) for value in values if is_number(value)]
-    return sum(known) / len(known) if known else None
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if is_number(value) else "–"

@@ -33,66 +33,47 @@ class Chart:
     """The lines are parts of a whole."""
 
 
-_KNOWN: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
-    ("Return", "Mean return of a step's episodes.", (("return", "return"),)),
-    ("Episode length", "Steps per episode.", (("episode_length", "mean"),)),
-    ("Episodes cut off", "Share of episodes that a limit ended.", (("truncated_ratio", "cut off"),)),
-    ("Loss", "What the optimiser minimises; near 0 is normal where advantages are centred.", (("loss", "loss"),)),
-    (
-        "Right pairs",
-        "Share of training pairs whose better answer scores higher.",
-        (("accuracy", "accuracy"),),
-    ),
-    ("Margin", "Score of the chosen answer minus that of the rejected one.", (("margin", "margin"),)),
-    (
-        "KL to the reference",
-        "How far the policy has moved from the frozen reference, per token.",
-        (("kl", "KL"),),
-    ),
-    (
-        "KL of an update",
-        "How far one update moves the policy from the one it began with.",
-        (("policy/approx_kl", "KL"),),
-    ),
-    ("Entropy", "How undecided the policy is per token; a fall to 0 ends exploration.", (("entropy", "entropy"),)),
+_KNOWN: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("Return", "Mean return of a step's episodes.", {"return": "return"}),
+    ("Episode length", "Steps per episode.", {"episode_length": "mean"}),
+    ("Episodes cut off", "Share of episodes that a limit ended.", {"truncated_ratio": "cut off"}),
+    ("Loss", "What the optimiser minimises; near 0 is normal where advantages are centred.", {"loss": "loss"}),
+    ("Right pairs", "Share of training pairs whose better answer scores higher.", {"accuracy": "accuracy"}),
+    ("Margin", "Score of the chosen answer minus that of the rejected one.", {"margin": "margin"}),
+    ("KL to the reference", "How far the policy has moved from the frozen reference, per token.", {"kl": "KL"}),
+    ("KL of an update", "How far one update moves the policy from the one it began with.", {"policy/approx_kl": "KL"}),
+    ("Entropy", "How undecided the policy is per token; a fall to 0 ends exploration.", {"entropy": "entropy"}),
     (
         "Length",
         "Tokens per answer, the stop token included.",
-        (
-            ("completions/mean_length", "mean"),
-            ("completions/max_length", "longest"),
-            ("completions/min_length", "shortest"),
-        ),
+        {"completions/mean_length": "mean", "completions/max_length": "longest", "completions/min_length": "shortest"},
     ),
-    ("Truncation", "Share of answers cut off by a limit.", (("completions/clipped_ratio", "cut off"),)),
+    ("Truncation", "Share of answers cut off by a limit.", {"completions/clipped_ratio": "cut off"}),
     (
         "Clip fractions",
         "Share of trained tokens that the clipped loss no longer pushes.",
-        (("clip_ratio/low_mean", "below"), ("clip_ratio/high_mean", "above")),
+        {"clip_ratio/low_mean": "below", "clip_ratio/high_mean": "above"},
     ),
     (
         "Flat groups",
         "Share of answers whose group scored all the same: nothing to compare.",
-        (("frac_reward_zero_std", "flat"),),
+        {"frac_reward_zero_std": "flat"},
     ),
     (
         "Explained variance",
         "Share of the returns that the critic foresees; below 0 it is worse than a constant.",
-        (("critic/explained_variance", "explained"),),
+        {"critic/explained_variance": "explained"},
     ),
-    ("Gradient norm", "Size of the gradient before clipping.", (("grad_norm", "norm"),)),
+    ("Gradient norm", "Size of the gradient before clipping.", {"grad_norm": "norm"}),
     (
         "Sampler against trainer",
         "Mean difference of log-probs between the engine and the trainer.",
-        (("sampling/sampling_logp_difference/mean", "difference"),),
+        {"sampling/sampling_logp_difference/mean": "difference"},
     ),
-    (
-        "Trained share",
-        "Share of all positions that count in the loss.",
-        (("trained_share", "trained"),),
-    ),
-    ("Learning rate", "As the schedule sets it.", (("learning_rate", "rate"),)),
+    ("Trained share", "Share of all positions that count in the loss.", {"trained_share": "trained"}),
+    ("Learning rate", "As the schedule sets it.", {"learning_rate": "rate"}),
 )
+"""Charts by title: what each shows, and its lines as name in the log and label."""
 _EVALUATED = ("eval_reward", "eval_accuracy", "eval_return")
 ACCURACY = "the share of greedy answers that score 1 or more"
 """What `eval_accuracy` is, which a graded reward does not say by itself."""
@@ -107,31 +88,25 @@ def charts(
 ) -> tuple[list[Chart], list[Chart]]:
     """The curves that everybody wants, and one for each other number. `pairs`: the accuracy is of pairs, not of answers."""
     numbers = _Numbers(steps)
-    main: list[Chart] = []
-    used: set[str] = set(_ALIASES)
-    main += _reward(numbers)
-    used |= {"reward", *numbers.parts}
+    main = _reward(numbers)
+    used = {"reward", *numbers.parts, *_ALIASES}
     evaluated = _Numbers(evaluations)
     for name in _EVALUATED if len(evaluated.xs) > 1 else ():
         word = name.removeprefix("eval_")
         about = "On what is not trained on" + (f": {ACCURACY}." if word == "accuracy" and not pairs else ".")
-        main += evaluated.chart(f"Evaluated {word}", about, [(name, word)])
+        main += evaluated.chart(f"Evaluated {word}", about, {name: word})
     for title, about, lines in _KNOWN:
-        used |= {name for name, _ in lines}
+        used |= lines.keys()
         main += numbers.chart(title, about, lines)
     terms = [name for name in numbers.names if name.startswith("loss/") and name not in used]
     used |= set(terms)
     if len(terms) > 1:
-        labelled = [(name, name.removeprefix("loss/")) for name in terms]
-        main += numbers.chart("Loss terms", "Each term before its coefficient.", labelled)
+        labels = {name: name.removeprefix("loss/") for name in terms}
+        main += numbers.chart("Loss terms", "Each term before its coefficient.", labels)
     main += _time(timing)
-    rest = [chart for name in numbers.names if name not in used for chart in numbers.chart(name, "", [(name, name)])]
-    rest += [
-        chart
-        for name in evaluated.names
-        if len(evaluated.xs) > 1 and name not in _EVALUATED
-        for chart in evaluated.chart(name, "", [(name, name)])
-    ]
+    rest = [chart for name in numbers.names if name not in used for chart in numbers.chart(name, "", {name: name})]
+    for name in evaluated.names if len(evaluated.xs) > 1 else ():
+        rest += evaluated.chart(name, "", {name: name}) if name not in _EVALUATED else []
     return main, rest
 
 
@@ -149,8 +124,9 @@ class _Numbers:
         """The parts of the reward."""
         return [name for name in self.names if name.startswith("rewards/") and name.endswith("/mean")]
 
-    def chart(self, title: str, about: str, wanted: Sequence[tuple[str, str]]) -> list[Chart]:
-        series = [Series(label=label, ys=self.column(name)) for name, label in wanted if name in self.names]
+    def chart(self, title: str, about: str, wanted: Mapping[str, str]) -> list[Chart]:
+        """A chart of the wanted names by their labels; none if no line has any of them."""
+        series = [Series(label=label, ys=self.column(name)) for name, label in wanted.items() if name in self.names]
         return [Chart(name=_slug(title), title=title, about=about, xs=self.xs, series=series)] if series else []
 
     def column(self, name: str) -> list[float | None]:
@@ -159,13 +135,13 @@ class _Numbers:
 
 def _reward(numbers: "_Numbers") -> list[Chart]:
     """The reward, by part where it has several."""
-    labels = [(name, name.removeprefix("rewards/").removesuffix("/mean")) for name in numbers.parts]
+    labels = {name: name.removeprefix("rewards/").removesuffix("/mean") for name in numbers.parts}
     if "reward" not in numbers.names:  # a reward model's two sides
         return numbers.chart("Scores", "Mean score of each side of the pairs.", labels)
     if len(labels) < 2:
-        return numbers.chart("Reward", "Mean score of a step's answers.", [("reward", "total")])
+        return numbers.chart("Reward", "Mean score of a step's answers.", {"reward": "total"})
     about = "Mean score of a step's answers, and its parts before their weights."
-    return numbers.chart("Reward", about, [("reward", "total"), *labels])
+    return numbers.chart("Reward", about, {"reward": "total", **labels})
 
 
 def _time(timing: Sequence[Line]) -> list[Chart]:
@@ -192,6 +168,17 @@ def _time(timing: Sequence[Line]) -> list[Chart]:
 def is_number(value: object) -> bool:
     """A number that is one: neither nan nor infinite nor a truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def four_digits(value: Any) -> str:
+    """A number for a table; a dash for what is none."""
+    return f"{value:.4g}" if is_number(value) else "–"
+
+
+def mean_of(lines: Sequence[Line], name: str) -> float | None:
+    """The mean of a number over lines of a log; None if none has it."""
+    held = [float(line[name]) for line in lines if is_number(line.get(name))]
+    return sum(held) / len(held) if held else None
 
 
 def _slug(title: str) -> str:

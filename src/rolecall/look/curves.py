@@ -1,6 +1,7 @@
 """Charts as inline SVG in a card each. Without scripts they are pictures with a text; with them they can be read out."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import ceil, floor, isfinite, log10
 
 from rolecall.look.charts import Chart, Series
@@ -9,7 +10,7 @@ from rolecall.look.page import Data, facts, text
 _WIDTH, _HEIGHT = 360, 150
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 8, 20
 _POINTS = 400
-"""More than can be told apart in a card; of longer runs each stretch keeps its extremes."""
+"""More than can be distinguished in a card; of longer runs each stretch keeps its extremes."""
 _COLOURS = 8
 _Scale = Callable[[float], float]
 """From a number to a place in the picture."""
@@ -54,8 +55,8 @@ def in_words(chart: Chart) -> str:
             (x0, y0), (x1, y1) = there[0], there[-1]
             low, high = min(y for _, y in there), max(y for _, y in there)
             parts.append(
-                f"{series.label} goes from {_told(y0)} at step {x0} to {_told(y1)} at step {x1}, "
-                f"between {_told(low)} and {_told(high)}"
+                f"{series.label} goes from {_four_digits(y0)} at step {x0} to {_four_digits(y1)} at step {x1}, "
+                f"between {_four_digits(low)} and {_four_digits(high)}"
             )
     return f"{chart.title}: {'; '.join(parts)}."
 
@@ -203,22 +204,16 @@ def _thinned(chart: Chart) -> Chart:
             if there:
                 keep |= {min(there, key=lambda i: series.ys[i] or 0.0), max(there, key=lambda i: series.ys[i] or 0.0)}
     chosen = sorted(keep)
-    return Chart(
-        name=chart.name,
-        title=chart.title,
-        about=chart.about,
-        xs=[chart.xs[i] for i in chosen],
-        series=[Series(label=s.label, ys=[s.ys[i] for i in chosen]) for s in chart.series],
-        stacked=chart.stacked,
-    )
+    lines = [Series(label=s.label, ys=[s.ys[i] for i in chosen]) for s in chart.series]
+    return replace(chart, xs=[chart.xs[i] for i in chosen], series=lines)
 
 
 def _last(series: Series) -> str:
     there = [y for y in series.ys if y is not None]
-    return _told(there[-1]) if there else "–"
+    return _four_digits(there[-1]) if there else "–"
 
 
-def _told(value: float) -> str:
+def _four_digits(value: float) -> str:
     """Four digits at most."""
     if value == 0 or not isfinite(value):
         return "0" if value == 0 else str(value)
@@ -230,7 +225,7 @@ def _told(value: float) -> str:
 def _tick(value: float) -> str:
     """Short enough to stand beside the axis: 5.5e-4 rather than 0.00055."""
     if value == 0 or 1e-3 <= abs(value) < 1e5:
-        return _told(value)
+        return _four_digits(value)
     digits, _, power = f"{value:.1e}".partition("e")
     return f"{digits.removesuffix('.0')}e{int(power)}"
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rolecall.look.charts import Chart, charts, is_number
+from rolecall.look.charts import charts, four_digits, is_number
 from rolecall.look.curves import picture
 from rolecall.look.page import text
 
@@ -26,28 +26,13 @@ def run_html(title: str, lines: Sequence[Mapping[str, Any]], files: Mapping[str,
     """`lines` are those of metrics.jsonl, `files` what the run left and may not be there."""
     evaluations = [line for line in lines if any(name.startswith("eval_") for name in line)]
     steps = [line for line in lines if line not in evaluations]
-    rows = [(name, value) for name in _SHOWN if (value := _last(steps, name)) is not None]
-    rows += [(name, f"{value:.4g}") for name, value in _evaluated(evaluations)]
+    shown: dict[str, object] = {}
+    for line in steps:
+        shown |= {name: line[name] for name in _SHOWN if is_number(line.get(name))}
+    rows = [(name, four_digits(shown[name])) for name in _SHOWN if name in shown]
+    rows += [(n, four_digits(v)) for line in evaluations[-1:] for n, v in line.items() if n != "step" and is_number(v)]
     rows += [(name, str(path)) for name, path in files.items() if path.exists()]
     cells = "".join(f"<tr><td>{text(name)}</td><td>{text(value)}</td></tr>" for name, value in rows)
-    curve = _main(steps, evaluations)
-    drawn = "" if curve is None else f"<div>{text(curve.title)}</div>{picture(curve)}"
+    curves, _ = charts(steps, evaluations, ())
+    drawn = "".join(f"<div>{text(curve.title)}</div>{picture(curve)}" for curve in curves[:1])
     return f'<div class="rolecall-run"><style>{_STYLE}</style><b>{text(title)}</b>{drawn}<table>{cells}</table></div>'
-
-
-def _main(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> Chart | None:
-    found, _ = charts(steps, evaluations, ())
-    return found[0] if found else None
-
-
-def _last(lines: Sequence[Mapping[str, Any]], name: str) -> str | None:
-    return next((f"{line[name]:.4g}" for line in reversed(lines) if is_number(line.get(name))), None)
-
-
-def _evaluated(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
-    return [
-        (name, float(value))
-        for line in lines[-1:]
-        for name, value in line.items()
-        if name != "step" and is_number(value)
-    ]

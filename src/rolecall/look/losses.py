@@ -1,14 +1,16 @@
-"""Where a step's loss comes from: the sums of its contributions, held against the loss in the metrics."""
+"""Where a step's loss comes from: the sums of its contributions, compared with the loss in the metrics, as numbers and as HTML."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import fsum
+from math import fsum, isnan
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from rolecall.experience.parquet import Ragged
+from rolecall.look.page import table
 
 PREFIX = "contribution_"
 """What the name of a term's column begins with."""
@@ -63,9 +65,9 @@ class LossCheck:
         return self.difference is not None and abs(self.difference) <= TOLERANCE * max(1.0, self.size)
 
 
-def loss_terms(table: pa.Table) -> list[str]:
+def loss_terms(updates: pa.Table) -> list[str]:
     """The terms that an updates file holds contributions of."""
-    return [name.removeprefix(PREFIX) for name in table.column_names if name.startswith(PREFIX)]
+    return [name.removeprefix(PREFIX) for name in updates.column_names if name.startswith(PREFIX)]
 
 
 def row_sums(column: pa.ChunkedArray, *, absolute: bool = False) -> tuple[NDArray, NDArray]:
@@ -76,13 +78,13 @@ def row_sums(column: pa.ChunkedArray, *, absolute: bool = False) -> tuple[NDArra
     return np.bincount(where, weights=values, minlength=len(rows.lengths)), rows.present
 
 
-def check_loss(table: pa.Table, *, step: int, logged: float | None) -> LossCheck:
+def check_loss(updates: pa.Table, *, step: int, logged: float | None) -> LossCheck:
     """Add up an updates file."""
-    places = list(zip(table["epoch"].to_pylist(), table["minibatch"].to_pylist(), strict=True))
-    verdicts = Ragged.read(table["verdicts"])
+    places = list(zip(updates["epoch"].to_pylist(), updates["minibatch"].to_pylist(), strict=True))
+    verdicts = Ragged.read(updates["verdicts"])
     owner = np.repeat(np.arange(len(verdicts.lengths)), verdicts.lengths)
     trained = np.bincount(owner, weights=verdicts.values == 1, minlength=len(places))
-    sums = {term: row_sums(table[PREFIX + term]) for term in loss_terms(table)}
+    sums = {term: row_sums(updates[PREFIX + term]) for term in loss_terms(updates)}
     made = []
     for place in sorted(set(places)):
         rows = [i for i, found in enumerate(places) if found == place]
@@ -96,5 +98,61 @@ def check_loss(table: pa.Table, *, step: int, logged: float | None) -> LossCheck
                 terms=terms,
             )
         )
-    size = sum(float(row_sums(table[PREFIX + term], absolute=True)[0].sum()) for term in sums)
+    size = sum(float(row_sums(updates[PREFIX + term], absolute=True)[0].sum()) for term in sums)
     return LossCheck(step=step, minibatches=made, logged=logged, size=size / max(1, sum(bool(m.terms) for m in made)))
+
+
+def loss_note(check: LossCheck, about: Mapping[str, Any]) -> str:
+    """The sums of contributions, an optimiser step a line, and the comparison with the metrics."""
+    terms = list(dict.fromkeys(term for made in check.minibatches for term in made.terms))
+    many = len(terms) > 1
+    head = ["optimiser step", "answers", "trained tokens", *([*terms] if many else []), "sum of contributions"]
+    rows = [
+        (
+            f"epoch {m.epoch + 1}, mini-batch {m.minibatch + 1}",
+            m.answers,
+            m.trained,
+            *([_exact(m.terms.get(term)) for term in terms] if many else []),
+            _exact(m.total) if m.terms else "nothing trained",
+        )
+        for m in check.minibatches
+    ]
+    shown = table(head, rows, numbers=1, caption="Contributions of all answers of the step, coefficients included")
+    made = [m for m in check.minibatches if m.terms]
+    if len(made) > 6:
+        shown = f"<details><summary>{len(made)} optimiser steps</summary>{shown}</details>"
+    return f"<h3>Where the loss of step {check.step} comes from</h3>{shown}{_verdict(check, len(made), about)}"
+
+
+def _verdict(check: LossCheck, made: int, about: Mapping[str, Any]) -> str:
+    if check.mean is None:
+        return '<p class="note">Nothing trained in this step, so there is no loss.</p>'
+    how = (
+        "The contributions add up to"
+        if made == 1
+        else f"The mean of the {made} sums, which is what the metrics log, is"
+    )
+    sum_ = f'<b class="contribution-sum">{_exact(check.mean)}</b>'
+    if check.difference is None:
+        return f"<p>{how} {sum_}. The metrics have no loss for this step to compare with.</p>"
+    logged = f'<code>loss</code> in metrics.jsonl is <b class="logged-loss">{_exact(check.logged)}</b>'
+    if isnan(check.mean) and isnan(float(check.logged or 0)):
+        return f'<p class="off">{how} {sum_}; {logged}: the loss of this step was not finite.</p>'
+    gap = f'difference <b class="loss-difference">{_gap(check.difference)}</b>'
+    if check.agrees:
+        size = f"Their absolute values add up to {check.size:.4g}."
+        return f'<p class="ok">{how} {sum_}; {logged}; {gap}. They agree. {size}</p>'
+    why = (
+        "The files hold one process's share of several."
+        if about.get("processes", 1) != 1
+        else "They do not agree: something is wrong with the record."
+    )
+    return f'<p class="off">{how} {sum_}; {logged}; {gap}. {why}</p>'
+
+
+def _gap(value: float) -> str:
+    return f"{value:.1e}" if value else "0"
+
+
+def _exact(value: float | None) -> str:
+    return "–" if value is None else f"{value:+.9g}"

@@ -29,7 +29,7 @@ def spelt(pieces: Sequence[bytes]) -> list[tuple[str, str]]:
 
 
 def _characters(data: bytes) -> Iterator[tuple[int, int, str]]:
-    """(first byte, behind the last, character); a byte that is part of none stands alone, as a lone surrogate."""
+    """(first byte, one past the last, character); a byte that is part of none stands alone, as a lone surrogate."""
     at = 0
     for character in data.decode("utf-8", "surrogateescape"):
         size = len(character.encode("utf-8", "surrogateescape"))
@@ -47,7 +47,7 @@ def _box(piece: bytes, begin: int, end: int, characters: Sequence[tuple[int, int
             notes.append(f"Completes {_visible(character)}, which the tokens before it began.")
         if stop > end:
             tail = f"{' ' if text else ''}{piece[start - begin :].hex(' ')}{_MORE}"
-            notes.append(f"Begins {_visible(character)}, which the next token goes on with.")
+            notes.append(f"Begins {_visible(character)}, which the next token continues.")
         else:
             text += character
     if any("\udc80" <= c <= "\udcff" for c in text):

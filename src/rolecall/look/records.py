@@ -1,4 +1,4 @@
-"""A step's record as samples for the token view: which trajectories to show, and all that is known of each position."""
+"""The rollouts of a run, token by token: which trajectories to show, and all that is known of each position."""
 
 import random
 import re
@@ -16,8 +16,11 @@ from rolecall.errors import UserError
 from rolecall.experience.parquet import Ragged, StoreError, read_table
 from rolecall.experience.store import ROLLOUTS
 from rolecall.experience.updates import UPDATES
-from rolecall.look.losses import PREFIX, loss_terms, row_sums
-from rolecall.look.tokens import KEPT, Pass, Sample, Span
+from rolecall.look.charts import is_number
+from rolecall.look.losses import PREFIX, check_loss, loss_note, loss_terms, row_sums
+from rolecall.look.page import Data, text
+from rolecall.look.run import RunFiles
+from rolecall.look.tokens import KEPT, Pass, Sample, SampleSet, Span, runs_of, token_view, words
 from rolecall.maths.kl import KINDS, kl_estimate
 from rolecall.maths.roles import Role, Verdict
 from rolecall.types import Finish
@@ -38,6 +41,63 @@ _COLUMNS = {
 }
 """The columns of a rollouts file, and what the view calls them."""
 _UPDATE_COLUMNS = {"logprobs": "logprob", "ratio": "ratio", "weights": "weight"}
+
+
+def rollouts_view(run: RunFiles, *, name: str, shown_steps: int) -> tuple[str, list[Data]]:
+    """The token view of a run's rollouts, or a sentence why there is none."""
+    steps = _steps_to_show(run, shown_steps)
+    if not steps:
+        if run.command in ("sft", "rm"):
+            return f'<p class="note">A run of {text(run.command)} samples nothing, so it records no rollouts.</p>', []
+        why = "<code>save.rollouts</code> says how many steps stay, and every 50th stays in any case"
+        return f'<p class="note">This run has no rollouts in its directory: {why}.</p>', []
+    unit = "step" if run.command == "marl" else "token"
+    view, drawn_from = token_view(name, [_sample_set(run, step, unit) for step in steps], unit=unit)
+    about = {
+        "token": "Every token of some answers, coloured by a number of your choice.",
+        "step": "Every step of some agents' episodes, by the action taken, coloured by a number of your choice.",
+    }[unit]
+    solid = f"A solid line below a {unit} says that it trains."
+    return f'<p class="note">{about} {solid}</p>{view}', [drawn_from]
+
+
+def kl_kind_of(options: Mapping[str, Any]) -> str:
+    """The estimate that the run used."""
+    kind = str(options.get("kl_kind", "k1"))
+    return kind if kind != "auto" else "k3" if options.get("kl_in") == "loss" else "k1"
+
+
+def _sample_set(run: RunFiles, step: int, unit: str) -> SampleSet:
+    algorithm = run.config.get("algorithm")
+    options: Mapping[str, Any] = algorithm if isinstance(algorithm, dict) else {}
+    clip = None
+    if options.get("name") in ("grpo", "ppo") and is_number(options.get("clip_low")):
+        clip = (1 - float(options["clip_low"]), 1 + float(options["clip_high"]))
+    record = read_step(step, run.rollouts[step], run.updates.get(step))
+    chosen, left = samples(record, clip=clip, kl_kind=kl_kind_of(options), unit=unit)
+    notes = []
+    if record.updates is not None:
+        logged = next((line.get("loss") for line in run.steps if line["step"] == step), None)
+        notes.append(loss_note(check_loss(record.updates, step=step, logged=logged), run.about))
+    elif unit == "token":
+        why = "<code>save.updates</code> says how many steps stay"
+        notes.append(
+            f"What the optimiser did in step {step} is not kept, so there are no ratios and contributions; {why}."
+        )
+    if left:
+        notes.append(f"{left} more of these groups are left out to keep the page small.")
+    if unit == "token" and any(sample.pieces is None for sample in chosen):
+        notes.append("This record does not say what tokens write, so boxes show ids.")
+    html = "".join(note if note.startswith("<") else f'<p class="note">{note}</p>' for note in notes)
+    return SampleSet(label=f"step {step}", samples=chosen, note=html, clip=clip)
+
+
+def _steps_to_show(run: RunFiles, most: int) -> list[int]:
+    """The last step with all its records, then the first."""
+    full = [step for step in run.rollouts if step in run.updates]
+    last = full[-1:] or list(run.rollouts)[-1:]
+    first = [step for step in list(run.rollouts)[:1] if step not in last]
+    return [*last, *first][:most]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,10 +204,10 @@ def _sample(
     facts.append(("policy version", str(row["policy_version"])))
     if row["prompt"] is not None:
         facts.append(("row of the data", str(row["prompt"])))
-    short, asked = f"{what} {number}{who}", shortened(row["prompt_text"])
+    short, prompt = f"{what} {number}{who}", shortened(row["prompt_text"])
     beside = f"episode {row['episode']}" if unit == "step" else f"group {row['group']}"
     return Sample(
-        title=f"{short}{' of' if unit == 'step' else ' to'} “{asked}”" if asked else f"{short} of {beside}",
+        title=f"{short}{' of' if unit == 'step' else ' to'} “{prompt}”" if prompt else f"{short} of {beside}",
         short=short,
         labels=labels,
         pieces=[str(i).encode() for i in row["ids"]] if row["pieces"] is None and unit == "step" else row["pieces"],
@@ -158,13 +218,13 @@ def _sample(
         passes=passes,
         spans=spans_of(row, acts="acts" if unit == "step" else "answer"),
         facts=facts,
-        group=beside + (f", “{asked}”" if asked else ""),
+        group=beside + (f", “{prompt}”" if prompt else ""),
     )
 
 
-def shortened(text: str, most: int = 48) -> str:
+def shortened(prompt: str, most: int = 48) -> str:
     """The end of a text, where the question stands, on one line and without a chat template's marks."""
-    line = " ".join(_MARKS.sub(" ", text).split())
+    line = " ".join(_MARKS.sub(" ", prompt).split())
     return line if len(line) <= most else f"…{line[1 - most :]}"
 
 
@@ -176,24 +236,16 @@ def spans_of(row: Mapping[str, Any], *, acts: str = "answer") -> list[Span]:
     roles, turns = row["roles"], [(t["start"], t["end"]) for t in row["turns"]]
     turn_of = {i: k for k, (start, end) in enumerate(turns) for i in range(start, end)}
     author_of = {i: run["author"] for run in row["authors"] or () for i in range(run["start"], run["end"])}
-    spans: list[Span] = []
-    for i, role in enumerate(roles):
-        turn = turn_of.get(i)
+
+    def label_of(i: int, role: int) -> str:
+        turn, name = turn_of.get(i), words(Role(role).name)
+        if turn is not None and len(turns) > 1:
+            return f"turn {turn + 1}, {row['author']}"
         if turn is not None or (not turns and role in (Role.CONTENT, Role.STOP)):
-            label = (
-                f"turn {turn + 1}, {row['author']}"
-                if len(turns) > 1 and turn is not None
-                else f"{acts}, {row['author']}"
-            )
-        else:
-            label = Role(role).name.replace("_", " ").lower()
-            if author_of.get(i, label) != label:
-                label = f"{label}, {author_of[i]}"
-        if spans and spans[-1].label == label:
-            spans[-1] = Span(start=spans[-1].start, end=i + 1, label=label)
-        else:
-            spans.append(Span(start=i, end=i + 1, label=label))
-    return spans
+            return f"{acts}, {row['author']}"
+        return name if author_of.get(i, name) == name else f"{name}, {author_of[i]}"
+
+    return runs_of(label_of(i, role) for i, role in enumerate(roles))
 
 
 def _passes(record: StepRecord, wanted: set[int]) -> dict[int, list[Pass]]:

@@ -1,28 +1,21 @@
 """The report of a run, or of a demo's runs, as one page."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rolecall.look.charts import ACCURACY, PAIRS, Chart, charts, is_number
+from rolecall.errors import UserError
+from rolecall.look.charts import ACCURACY, PAIRS, Chart, charts, four_digits, is_number, mean_of
 from rolecall.look.curves import curve_cards
-from rolecall.look.demo import demo_runs, demo_table
 from rolecall.look.page import Data, Section, facts, page, table, text
-from rolecall.look.rollouts import rollouts_view
+from rolecall.look.records import rollouts_view
 from rolecall.look.run import RunFiles, check_directory, check_format, is_demo, read_object, read_run
 
+_NAME = re.compile(r"[a-z][a-z0-9-]*")
 _SHOWN_STEPS = 2
 """Steps whose rollouts a report of one run shows: the last, and the first that is kept."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
-    """Sections of a page and the data they need."""
-
-    sections: list[Section]
-    data: list[Data]
 
 
 def report_html(path: Path) -> str:
@@ -34,26 +27,26 @@ def report_html(path: Path) -> str:
 def curves_of(path: Path) -> dict[str, list[Chart]]:
     """The curves of the run in this directory, or of each run of a demo, by the folder to put them in."""
     check_directory(path)
-    names = demo_runs(path) if is_demo(path) else [""]
+    names = _demo_runs(path) if is_demo(path) else [""]
     found = {name: read_run(path / name) for name in names}
     return {name: charts(run.steps, run.evaluations, run.timing)[0] for name, run in found.items()}
 
 
 def _run_page(run: RunFiles) -> str:
-    parts = run_parts(run)
-    return page(title=f"{run.path.resolve().name}", lead=_lead(run), sections=parts.sections, data=parts.data)
+    sections, data = _run_sections(run)
+    return page(title=run.path.resolve().name, lead=_lead(run), sections=sections, data=data)
 
 
 def _demo_page(path: Path) -> str:
     about = read_object(path / "demo.json")
     check_format(path, about)
-    sections = [Section(id="demo", title="Before and after", body=demo_table(about))]
+    sections = [Section(id="demo", title="Before and after", body=_demo_table(about))]
     data: list[Data] = []
-    for name in demo_runs(path):
+    for name in _demo_runs(path):
         run = read_run(path / name)
-        parts = run_parts(run, prefix=f"{name}-", level=2, shown_steps=1)
-        sections += [Section(id=name, title=name.replace("-", " "), body=_lead(run)), *parts.sections]
-        data += parts.data
+        inside, drawn_from = _run_sections(run, prefix=f"{name}-", level=2, shown_steps=1)
+        sections += [Section(id=name, title=name.replace("-", " "), body=_lead(run)), *inside]
+        data += drawn_from
     lead = (
         '<p class="lead">The whole pipeline on the built-in model: imitation, a reward model, then PPO against that '
         "reward model and GRPO against an exact verifier, both from the same start.</p>"
@@ -61,8 +54,47 @@ def _demo_page(path: Path) -> str:
     return page(title="rolecall demo", lead=lead, sections=sections, data=data)
 
 
-def run_parts(run: RunFiles, *, prefix: str = "", level: int = 1, shown_steps: int = _SHOWN_STEPS) -> Parts:
-    """The sections of one run. `prefix` keeps ids apart where a page has several runs."""
+def _demo_runs(path: Path) -> list[str]:
+    """The folders of a demo's runs. Only names that lie right inside it, whatever the file says."""
+    names = read_object(path / "demo.json").get("runs")
+    if not isinstance(names, list) or not all(isinstance(n, str) and _NAME.fullmatch(n) for n in names):
+        raise UserError(f"{path / 'demo.json'} does not name the demo's runs; bring back a whole copy of it")
+    return names
+
+
+def _demo_table(about: Mapping[str, Any]) -> str:
+    """The policies side by side, and their answers to problems that the first got wrong."""
+    stages = [stage for stage in about.get("stages", []) if isinstance(stage, dict)]
+    names = [name for name in ("accuracy", "avg@4") if any(name in s.get("numbers", {}) for s in stages)]
+    titles = {"accuracy": "greedy", "avg@4": "sampled"}
+    rows = [
+        (
+            stage.get("name", "?"),
+            stage.get("learns_from", ""),
+            *(_share(stage.get("numbers", {}).get(name)) for name in names),
+            f"{stage.get('seconds', 0):.0f} s",
+        )
+        for stage in stages
+    ]
+    caption = f"Right answers to {about.get('rows', '?')} held-out {about.get('task', '')} problems"
+    shown = table(["run", "learns from", *(titles[n] for n in names), "time"], rows, numbers=2, caption=caption)
+    answers = [row for row in about.get("answers", []) if isinstance(row, dict)]
+    if not answers:
+        return shown
+    head = ["prompt", *(str(stage.get("name")) for stage in stages), "right answer"]
+    lines = [(row.get("prompt"), *row.get("answers", []), row.get("gold")) for row in answers]
+    beside = table(head, lines, caption="Answers to problems that the start got wrong")
+    return f'<div class="tables">{shown}{beside}</div>'
+
+
+def _share(value: Any) -> str:
+    return f"{100 * value:.1f} %" if is_number(value) else "–"
+
+
+def _run_sections(
+    run: RunFiles, *, prefix: str = "", level: int = 1, shown_steps: int = _SHOWN_STEPS
+) -> tuple[list[Section], list[Data]]:
+    """The sections of one run and the data they need. `prefix` keeps ids apart where a page has several runs."""
 
     def section(name: str, title: str, body: str) -> Section:
         return Section(id=f"{prefix}{name}", title=title, body=body, level=level)
@@ -89,7 +121,7 @@ def run_parts(run: RunFiles, *, prefix: str = "", level: int = 1, shown_steps: i
         ),
         section("ran", "What ran", ran),
     ]
-    return Parts(sections=sections, data=[data, more_data, *token_data])
+    return sections, [data, more_data, *token_data]
 
 
 def _lead(run: RunFiles) -> str:
@@ -133,7 +165,7 @@ def _before_after(run: RunFiles, *, held_out: bool) -> str:
             rows = [(n.removeprefix("eval_"), *_pair(first.get(n), last[n])) for n in names]
         else:
             head = ["evaluation", f"step {last['step']}"]
-            rows = [(n.removeprefix("eval_"), _told(last[n])) for n in names]
+            rows = [(n.removeprefix("eval_"), four_digits(last[n])) for n in names]
         shown = table(head, rows, numbers=1, caption=caption)
         if "eval_accuracy" in names and run.command not in PAIRS:
             shown += f'<p class="note">accuracy: {ACCURACY}</p>'
@@ -147,7 +179,7 @@ def _before_after(run: RunFiles, *, held_out: bool) -> str:
         names = [name for name in _TRAINED if any(is_number(line.get(name)) for line in run.steps)]
         if "loss" in names and {"reward", "return"} & set(names):  # then it says nothing of how good the policy is
             names.remove("loss")
-        rows = [(_TRAINED[n], *_pair(_mean(run.steps[:few], n), _mean(run.steps[-few:], n))) for n in names]
+        rows = [(_TRAINED[n], *_pair(mean_of(run.steps[:few], n), mean_of(run.steps[-few:], n))) for n in names]
         word = "step" if few == 1 else f"{few} steps"
         head = ["while training", f"first {word}", f"last {word}", "change"]
         parts.append(table(head, rows, numbers=1, caption="Means over the steps' own batches"))
@@ -168,15 +200,10 @@ _TRAINED = {
 """What the table of training compares, and what it calls it."""
 
 
-def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    held = [float(line[name]) for line in lines if is_number(line.get(name))]
-    return sum(held) / len(held) if held else None
-
-
 def _pair(before: Any, after: Any) -> tuple[str, str, str]:
     if not is_number(before) or not is_number(after):
-        return _told(before), _told(after), ""
-    return _told(before), _told(after), f"{after - before:+.3g}" if after != before else "0"
+        return four_digits(before), four_digits(after), ""
+    return four_digits(before), four_digits(after), f"{after - before:+.3g}" if after != before else "0"
 
 
 # -- what ran --------------------------------------------------------------------------------------------------------
@@ -211,7 +238,3 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _told(value: Any) -> str:
-    return f"{value:.4g}" if is_number(value) else "–"

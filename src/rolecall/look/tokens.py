@@ -3,8 +3,9 @@
 A position is a token, or a time step of an episode whose piece names the action.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from math import isfinite
 from typing import Any, Literal
 
@@ -59,7 +60,7 @@ class Span:
 
     start: int
     end: int
-    """Behind the last."""
+    """One past the last."""
     label: str
 
 
@@ -112,21 +113,13 @@ class SampleSet:
     """The ratio's bounds, if the loss clips it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenView:
-    """The HTML of a view, and the data it is drawn from."""
-
-    html: str
-    data: Data
-
-
-def token_view(name: str, sets: Sequence[SampleSet], *, unit: str = "token") -> TokenView:
-    """A view of these samples. `name` is unique on the page; `unit` is what a position is called."""
+def token_view(name: str, sets: Sequence[SampleSet], *, unit: str = "token") -> tuple[str, Data]:
+    """The HTML of a view of these samples, and the data it is drawn from. `name` is unique on the page; `unit` is what a position is called."""
     value = {
         "unit": unit,
         "quantities": _quantities(sets),
-        "verdicts": {int(v): {"name": _words(v.name), "sentence": v.sentence} for v in Verdict},
-        "roles": {int(r): {"name": _words(r.name), "sentence": _ROLES[r]} for r in Role},
+        "verdicts": {int(v): {"name": words(v.name), "sentence": v.sentence} for v in Verdict},
+        "roles": {int(r): {"name": words(r.name), "sentence": _ROLES[r]} for r in Role},
         "sets": [
             {
                 "label": visible_text(s.label),
@@ -143,7 +136,7 @@ def token_view(name: str, sets: Sequence[SampleSet], *, unit: str = "token") -> 
         f'<div class="view" data-view="data-{name}" data-name="{name}">'
         f'<p class="note">The {text(unit)} view is drawn by this page\'s script, which did not run.</p></div>{notes}'
     )
-    return TokenView(html=html, data=Data(id=f"data-{name}", value=value))
+    return html, Data(id=f"data-{name}", value=value)
 
 
 _ROLES = {
@@ -153,11 +146,11 @@ _ROLES = {
     Role.STOP: "The choice to end the turn.",
     Role.OBSERVATION: "Came from a tool, an environment, a user or another agent.",
     Role.NO_CHOICE: "The policy's slot, but nothing to choose.",
-    Role.AFTER_END: "Behind the end of the answer or episode.",
+    Role.AFTER_END: "After the end of the answer or episode.",
 }
 
 
-def _words(name: str) -> str:
+def words(name: str) -> str:
     return name.replace("_", " ").lower()
 
 
@@ -187,7 +180,7 @@ def _quantities(sets: Sequence[SampleSet]) -> list[dict[str, Any]]:
 
 
 def _limit(scale: str, values: Sequence[float]) -> float:
-    """Where the strongest colour begins: so far out that one position in twenty at most lies beyond."""
+    """Where the strongest colour begins: at most one position in twenty lies beyond."""
     if scale == "category":
         return 0.0
     away = sorted(abs(v - 1) if scale == "ratio" else abs(v) for v in values)
@@ -206,6 +199,8 @@ def _sample(sample: Sample) -> dict[str, Any]:
     def numbers(held: Numbers) -> dict[str, list[float | str | None]]:
         return {name: [_number(v) for v in kept(values)] for name, values in held.items()}
 
+    answer = (Role.CONTENT, Role.STOP)
+    spans = sample.spans or runs_of("answer" if r in answer else words(Role(r).name) for r in sample.roles)
     shown = spelt(sample.pieces) if sample.pieces is not None else [(f"#{i}", "") for i in sample.ids]
     value: dict[str, Any] = {
         "title": visible_text(sample.title),
@@ -220,7 +215,7 @@ def _sample(sample: Sample) -> dict[str, Any]:
         "roles": kept(sample.roles),
         "verdicts": None if sample.verdicts is None else kept(sample.verdicts),
         "numbers": numbers(sample.numbers),
-        "spans": [[s.start, s.end, visible_text(s.label)] for s in sample.spans or _role_spans(sample.roles)],
+        "spans": [[s.start, s.end, visible_text(s.label)] for s in spans],
         "passes": [
             {
                 "label": visible_text(p.label),
@@ -238,16 +233,12 @@ def _sample(sample: Sample) -> dict[str, Any]:
     return value
 
 
-def _role_spans(roles: Sequence[int]) -> list[Span]:
-    """Runs of one kind: what was given, what was answered, what was observed."""
-    names = {Role.CONTENT: "answer", Role.STOP: "answer", Role.PROMPT: "prompt"}
+def runs_of(labels: Iterable[str]) -> list[Span]:
+    """A span for every run of positions with one label."""
     spans: list[Span] = []
-    for i, role in enumerate(roles):
-        label = names.get(Role(role), _words(Role(role).name))
-        if spans and spans[-1].label == label:
-            spans[-1] = Span(start=spans[-1].start, end=i + 1, label=label)
-        else:
-            spans.append(Span(start=i, end=i + 1, label=label))
+    for label, run in groupby(labels):
+        start = spans[-1].end if spans else 0
+        spans.append(Span(start=start, end=start + len(list(run)), label=label))
     return spans
 
 

@@ -1,4 +1,4 @@
-"""What the best of k answers is worth, from n >= k answers."""
+"""The expected score of the best of k answers, from n >= k answers."""
 
 from math import comb, log
 

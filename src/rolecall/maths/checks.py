@@ -3,7 +3,12 @@
 from collections.abc import Iterable
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
+
+BatchTime = Float[Tensor, "batch time"]
+Mask = Bool[Tensor, "batch time"]
+"""True = counts."""
 
 
 def check_mask(mask: Tensor, **tensors: Tensor | None) -> None:

@@ -5,15 +5,13 @@ log ratios are clamped to +-20 before exp. Advantages, old and behaviour log-pro
 """
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from rolecall.maths.checks import check_choice, check_mask, check_shape, keep
+from rolecall.maths.checks import BatchTime, Mask, check_choice, check_mask, check_shape, keep
 from rolecall.maths.kl import bounded_exp
 from rolecall.maths.reduce import masked_mean
 
-BatchTime = Float[Tensor, "batch time"]
-Mask = Bool[Tensor, "batch time"]
 Pairs = Float[Tensor, "pairs"]
 
 

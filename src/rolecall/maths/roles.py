@@ -167,7 +167,7 @@ def response_roles(
 def roles_of_ids(
     ids: Int[Tensor, "batch time"], *, stop_ids: Collection[int], lengths: Int[Tensor, "batch"] | None = None
 ) -> UInt8[Tensor, "batch time"]:
-    """Roles of answers that come from elsewhere as bare ids: content up to the first stop id, AFTER_END behind it.
+    """Roles of answers that come from elsewhere as bare ids: content up to the first stop id, AFTER_END after it.
 
     This is the one place that looks at token values, and only at the first stop id of an answer. Pass `lengths` where
     they are known: positions at or beyond them are PAD, and a pad id inside is content. Without them an answer that
@@ -193,7 +193,7 @@ def episode_roles(
     terminated: Bool[Tensor, "batch time"],
     truncated: Bool[Tensor, "batch time"] | None = None,
 ) -> UInt8[Tensor, "batch time"]:
-    """Roles of the time steps of recorded episodes: CONTENT up to and with the step that ended it, AFTER_END behind.
+    """Roles of the time steps of recorded episodes: CONTENT up to and with the step that ended it, AFTER_END after it.
 
     Cumulative, so a flag that is 0 again later brings nothing back; a flag on a slot that is not filled says nothing.
     The last filled slot of an episode without an end flag holds the observation to bootstrap from, not an action, and

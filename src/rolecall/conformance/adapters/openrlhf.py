@@ -14,10 +14,9 @@ import openrlhf
 import torch
 from torch import Tensor
 
+from rolecall.conformance.adapters import FORBIDDEN, NAN
+
 PACKAGES = ("openrlhf",)
-_NAN = (
-    "robustness: it multiplies by the mask, and NaN * 0 is NaN; inputs must be replaced by `where` before arithmetic."
-)
 _EMPTY = (
     "robustness: masked_mean divides 0 by 0; with the counts of the whole batch, which its trainer passes, aggregate_loss "
     "gives 0."
@@ -29,14 +28,14 @@ _STEPS = (
 )
 REASONS = {
     "mean_of_nothing": "robustness: 0 / 0.",
-    "mean_ignores_rubbish": _NAN,
-    "whiten_ignores_rubbish": _NAN,
+    "mean_ignores_rubbish": NAN,
+    "whiten_ignores_rubbish": NAN,
     "aggregate_of_nothing": _EMPTY,
-    "aggregate_ignores_rubbish": _NAN,
+    "aggregate_ignores_rubbish": NAN,
     "gae_walks_over_observations": _STEPS,
-    "gae_ignores_rubbish": _NAN,
+    "gae_ignores_rubbish": NAN,
     "returns_walk_over_observations": _STEPS,
-    "returns_ignore_rubbish": _NAN,
+    "returns_ignore_rubbish": NAN,
     "grpo_of_a_flat_group": "bug: in float32 the mean of equal scores is off in the last place, and that error is divided "
     "by an std of the same size + 1e-9: eight answers that all score 0.7 get advantages of 0.92. Equal scores must be "
     "found by comparing them.",
@@ -46,10 +45,9 @@ REASONS = {
     "kl_ignores_rubbish": "robustness: compute_approx_kl takes no mask, and masking its result later leaves 0 * NaN in "
     "the gradient of the square.",
     "policy_loss_of_nothing": _EMPTY,
-    "policy_loss_ignores_rubbish": _NAN,
-    "value_loss_ignores_rubbish": _NAN,
-    "entropy_of_forbidden_choices": "bug where logits are masked with -inf: it adds softmax * logits, and 0 * -inf is "
-    "NaN; p log p is 0 at p = 0.",
+    "policy_loss_ignores_rubbish": NAN,
+    "value_loss_ignores_rubbish": NAN,
+    "entropy_of_forbidden_choices": FORBIDDEN,
 }
 
 

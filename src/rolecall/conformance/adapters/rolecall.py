@@ -1,6 +1,7 @@
 """rolecall's own maths. Passes every case."""
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,21 +64,9 @@ def sft_loss(logits: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
     return _token_mean(losses.nll(token_logprobs(logits, ids), mask), mask)
 
 
-def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> Tensor:
+def policy_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, **clip: Any) -> Tensor:
     """maths.losses.ppo_clip"""
-    loss = losses.ppo_clip(
-        logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
-    )
-    return _token_mean(loss, mask)
+    return _token_mean(losses.ppo_clip(logprobs, old_logprobs, advantages, mask, **clip), mask)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None) -> Tensor:

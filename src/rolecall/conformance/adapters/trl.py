@@ -14,21 +14,20 @@ from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
+from rolecall.conformance.adapters import NAN
+
 PACKAGES = ("trl",)
-_NAN = (
-    "robustness: it multiplies by the mask, and NaN * 0 is NaN; inputs must be replaced by `where` before arithmetic."
-)
 REASONS = {
     "aggregate_leaves_out_an_empty_row": "definition: it divides by all rows of the micro-batch, so an answer that is "
     "masked out (mask_truncated_completions) makes the loss of the others smaller. A mean over sequences divides by "
     "those that are in it; bnpo and dapo, which count tokens, pass.",
-    "aggregate_ignores_rubbish": _NAN,
+    "aggregate_ignores_rubbish": NAN,
     "grpo_of_a_flat_group": "bug, small here: in float32 the mean of equal scores is off in the last place, and that "
     "error is divided by an std of about 0 + 1e-4: eight answers that all score 0.7 get advantages of 0.0006 instead of "
     "0. Equal scores must be found by comparing them.",
     "policy_loss_of_a_broken_record_is_finite": "robustness: exp of a log ratio is not bounded and overflows at 89 in "
     "float32, so one bad record makes the loss inf; verl, OpenRLHF and rolecall clamp the log ratio to 20.",
-    "policy_loss_ignores_rubbish": _NAN,
+    "policy_loss_ignores_rubbish": NAN,
     "entropy_of_forbidden_choices": "bug where logits are masked with -inf: it adds p log p as 0 * -inf, which is NaN; "
     "p log p is 0 at p = 0.",
 }

@@ -11,10 +11,9 @@ from torch import Tensor
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
+from rolecall.conformance.adapters import FORBIDDEN, NAN
+
 PACKAGES = ("verl",)
-_NAN = (
-    "robustness: it multiplies by the mask, and NaN * 0 is NaN; inputs must be replaced by `where` before arithmetic."
-)
 _LONE = (
     "definition: the bare score is kept, which is REINFORCE without a baseline for that prompt, so a lone answer that "
     "scores 7 outweighs whole groups; without others there is nothing to compare with, and 0 leaves it out."
@@ -28,8 +27,8 @@ REASONS = {
     "aggregate_of_nothing": _EMPTY,
     "aggregate_ignores_rubbish": "robustness: the sequence modes multiply by the mask, and NaN * 0 is NaN; the token "
     "modes use `where` and pass.",
-    "gae_ignores_rubbish": _NAN,
-    "returns_ignore_rubbish": _NAN,
+    "gae_ignores_rubbish": NAN,
+    "returns_ignore_rubbish": NAN,
     "grpo_of_a_flat_group": "bug: in float32 the mean of equal scores is off in the last place, and that error is divided "
     "by an std of about 0 + 1e-6: eight answers that all score 0.7 get advantages of 0.056 instead of 0. Equal scores "
     "must be found by comparing them.",
@@ -44,8 +43,7 @@ REASONS = {
     "0 * NaN.",
     "importance_weights_may_all_be_masked": "bug: if every weight of a batch is masked to 0, the effective sample size that "
     "it logs divides by 0 and raises ZeroDivisionError.",
-    "entropy_of_forbidden_choices": "bug where logits are masked with -inf: it adds softmax * logits, and 0 * -inf is "
-    "NaN; p log p is 0 at p = 0.",
+    "entropy_of_forbidden_choices": FORBIDDEN,
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rolecall.conformance import references_losses as references
+from rolecall.conformance import references
 from rolecall.conformance.compare import close, reals
 
 Function = Callable[..., Tensor]

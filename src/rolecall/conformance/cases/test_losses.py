@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rolecall.conformance import references_losses as references
+from rolecall.conformance import references
 from rolecall.conformance.compare import batches, bits, close, gradients, ignores_rubbish, reals
 
 Function = Callable[..., Tensor]
