@@ -208,6 +208,14 @@ def test_a_model_that_computes_something_else_is_found_out_at_first_use(caplog):
     assert "going on with the model's own" in caplog.text
 
 
+def test_once_compared_it_runs_alone(monkeypatch):
+    model, (ids, needed) = llama(), sample()
+    trunk = Trunk(model)
+    before = trunk(ids, needed)
+    monkeypatch.setattr(model.model.layers[0], "forward", lambda *_, **__: pytest.fail("computed twice"))
+    assert torch.equal(trunk(ids, needed), before)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [

@@ -76,7 +76,7 @@ def tiny_tokenizer() -> Any:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(_SPECIAL[i], special=True, normalized=False) for i in sorted(_SPECIAL)])
+    tokenizer.add_special_tokens([AddedToken(_SPECIAL[i], special=True) for i in sorted(_SPECIAL)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=_SPECIAL[PAD_ID],
