@@ -124,6 +124,8 @@ def test_a_stop_token_in_somebodys_text_is_not_the_end_of_a_turn():
     rendered = render(TINY, chat, train="assistant")
     assert said(rendered, "C") == "c<|im_end|>d"
     assert draw(rendered).endswith("CCCSP")
+    answers_only = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}"
+    assert draw(render(with_template(answers_only), chat, train="assistant")) == "CCCS"
 
 
 def test_the_same_words_in_question_and_answer():

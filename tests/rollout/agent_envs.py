@@ -3,6 +3,8 @@
 import os
 import random
 import time
+import weakref
+from typing import ClassVar
 
 from rolecall.tasks.env import Move, Step
 
@@ -26,6 +28,16 @@ class Endless(Echo):
     """Never ends."""
 
     rounds = -1
+
+
+class Counted(Echo):
+    """Says how many of its kind its process holds."""
+
+    held: ClassVar = weakref.WeakSet()
+
+    def reset(self, row, seed):
+        self.held.add(self)
+        return f"{len(self.held)} held"
 
 
 class Raising(Echo):
