@@ -31,13 +31,18 @@ class Endless(Echo):
 
 
 class Counted(Echo):
-    """Says how many of its kind its process holds."""
+    """Says how many of its kind its process holds, and then how many it has made."""
 
     held: ClassVar = weakref.WeakSet()
+    made: ClassVar = []
 
     def reset(self, row, seed):
         self.held.add(self)
+        self.made.append(seed)
         return f"{len(self.held)} held"
+
+    def step(self, message):
+        return Step(messages=f"{len(self.made)} made")
 
 
 class Raising(Echo):

@@ -140,6 +140,13 @@ def test_environments_of_earlier_episodes_are_let_go():
     assert said == [["1 held", "2 held", "3 held"], ["1 held"]]
 
 
+def test_an_episode_goes_on_in_the_environment_it_began_in():
+    with pool("Counted") as envs:
+        envs.start({0: Start(row={}, seed=0)})
+        replies = [envs.step({0: {"role": "assistant", "content": "a"}})[0] for _ in range(3)]
+    assert [reply.messages["agent"][0]["content"] for reply in replies] == ["1 made"] * 3
+
+
 def test_workers_end_with_the_pool():
     with pool("Echo") as envs:
         workers = [worker.process for worker in envs._pool.workers]
