@@ -114,12 +114,6 @@ def test_known_codes():
     assert not int4[:, 3:].any()
 
 
-@pytest.mark.parametrize("bits", ERRORS)
-def test_codes_lie_where_the_weight_did(bits):
-    layer = RoundedLinear(torch.nn.Linear(70, 3, device="meta"), bits)
-    assert {layer.codes.device.type, layer.scales.device.type} == {"meta"}
-
-
 # -- bitsandbytes --------------------------------------------------------------------------------------------------------
 
 
