@@ -92,7 +92,7 @@ def support(z: Float[Tensor, "rows vocab"], sampling: Sampling) -> Bool[Tensor, 
     if sampling.top_p is not None and sampling.top_p < 1:
         probs, order = z.masked_fill(~allowed, -torch.inf).softmax(-1).sort(descending=True)
         before = probs.double().cumsum(-1) - probs
-        allowed = allowed & torch.zeros_like(allowed).scatter(1, order, before < sampling.top_p)
+        allowed = allowed & torch.empty_like(allowed).scatter(1, order, before < sampling.top_p)
     if sampling.min_p:
         allowed = allowed & (z >= z.max(dim=-1, keepdim=True).values + float(np.log(sampling.min_p)))
     return allowed
