@@ -3,6 +3,8 @@
 import os
 import random
 import time
+import weakref
+from typing import ClassVar
 
 from rolecall.tasks.env import Move, Step
 
@@ -26,6 +28,21 @@ class Endless(Echo):
     """Never ends."""
 
     rounds = -1
+
+
+class Counted(Echo):
+    """Says how many of its kind its process holds, and then how many it has made."""
+
+    held: ClassVar = weakref.WeakSet()
+    made: ClassVar = []
+
+    def reset(self, row, seed):
+        self.held.add(self)
+        self.made.append(seed)
+        return f"{len(self.held)} held"
+
+    def step(self, message):
+        return Step(messages=f"{len(self.made)} made")
 
 
 class Raising(Echo):

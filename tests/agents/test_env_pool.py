@@ -130,6 +130,23 @@ def test_a_file_that_does_not_load_is_said_at_the_start(tmp_path):
         EnvPool(f"{tmp_path / 'broken.py'}:Env", workers=1)
 
 
+def test_environments_of_earlier_episodes_are_let_go():
+    with pool("Counted") as envs:
+        said = [
+            [reply.messages["agent"][0]["content"] for reply in envs.start(dict.fromkeys(range(n), start)).values()]
+            for start in [Start(row={}, seed=0)]
+            for n in (3, 1)
+        ]
+    assert said == [["1 held", "2 held", "3 held"], ["1 held"]]
+
+
+def test_an_episode_goes_on_in_the_environment_it_began_in():
+    with pool("Counted") as envs:
+        envs.start({0: Start(row={}, seed=0)})
+        replies = [envs.step({0: {"role": "assistant", "content": "a"}})[0] for _ in range(3)]
+    assert [reply.messages["agent"][0]["content"] for reply in replies] == ["1 made"] * 3
+
+
 def test_workers_end_with_the_pool():
     with pool("Echo") as envs:
         workers = [worker.process for worker in envs.workers]

@@ -178,6 +178,15 @@ def test_cutting_the_context_opens_a_new_sample_whose_past_is_only_read():
     assert later[-1] == ("policy", "CS", "abcd<|im_end|>")
 
 
+@pytest.mark.parametrize("context", range(186, 208, 3))
+def test_the_context_is_cut_before_an_answer_would_be_and_then_for_several_turns(context):
+    how = {"max_turns": 8, "when_full": "cut", "new_tokens": 8}
+    (episode,) = play(Endless, talker("abcd"), context_tokens=context, **how)
+    assert "cut_turns" not in episode.counts
+    assert episode.counts["context_cuts"] == 1
+    assert sum(role == Role.STOP for t in episode.trajectories(group=0)["agent"] for role in t.roles) == 8
+
+
 def test_an_environment_may_replace_the_context():
     class Forgetful(Echo):
         def step(self, message):

@@ -148,11 +148,15 @@ def test_generate_from_a_file(model, tmp_path, asked):
 
 
 def test_episodes_have_the_tools_of_their_environment_and_of_their_row(model, programs, asked):
-    rows = [{"tools": [WEATHER, CLOCK], "chat_template_kwargs": {"mood": "calm"}}, {"tools": None}]
-    rolecall.play(model=model, env=f"{programs}:Porter", rows=rows, n=2, **SHORT)
-    assert [names(text) for text in asked] == [["weather", "clock"], ["clock"]]
+    rows = [
+        {"tools": [WEATHER, CLOCK], "chat_template_kwargs": {"mood": "calm"}},
+        {"tools": [WEATHER]},
+        {"tools": None},
+    ]
+    rolecall.play(model=model, env=f"{programs}:Porter", rows=rows, n=3, **SHORT)
+    assert [names(text) for text in asked] == [["weather", "clock"], ["weather", "clock"], ["clock"]]
     assert asked[0].count('"name": "clock"') == 1
-    assert [mood(text) for text in asked] == ["calm", ""]
+    assert [mood(text) for text in asked] == ["calm", "", ""]
 
 
 def test_episodes_refuse_tools_that_are_none(model, programs):

@@ -2,6 +2,8 @@
 
 import os
 import sys
+from base64 import b64encode
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from rolecall.errors import UserError
 from rolecall.marl.envs import names, open_envs
 from rolecall.marl.envs.base import EnvError
+from rolecall.marl.envs.worker import ARRAYS, open_worker
 
 
 def said(name, **options):
@@ -70,6 +73,19 @@ def test_an_episode_begins_unfinished_and_the_end_of_a_run_closes_it(name, team,
     monkeypatch.setattr(inner, "close", lambda: closed.append(True))
     envs.close()
     assert closed == [True]
+
+
+def test_what_a_worker_sends_are_the_arrays_of_its_environments():
+    spec, answer = open_worker(("lbf:5x5-2p-1f", 2, 7))
+    envs, sent = names.open_local("lbf:5x5-2p-1f", 2, limit=7), []
+    assert spec == asdict(envs.spec)
+    assert spec["limit"] == 7
+    for job in (("reset", [3, 4]), ("step", np.array([[1, 2], [3, 4]]), np.array([True, True]))):
+        answer(job, sent.append)
+        frame = envs.reset(job[1]) if job[0] == "reset" else envs.step(*job[1:])
+        arrays = [getattr(frame, name) for name in ARRAYS]
+        held = [None if array is None else b64encode(array.tobytes()).decode() for array in arrays]
+        assert sent.pop() == {"arrays": held, "faults": [], "done": True}
 
 
 def test_a_missing_package_names_the_command(monkeypatch):

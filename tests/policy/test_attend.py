@@ -48,8 +48,9 @@ def outcome(qkv: torch.Tensor, lengths: list[list[int]], heads: int, kv_heads: i
     return [out.detach(), leaf.grad]
 
 
-LENGTHS = [[5, 3, 31, 1], [0, 27], [40, 50, 2]]
-"""A short prefix, none, and a long one; more and fewer tokens than a block of queries."""
+LENGTHS = [[5, 3, 31, 1], [0, 27], [40, 50, 2], [8, 44, 30]]
+"""A short prefix, none, and a long one; more and fewer tokens than a block of queries; and one where the first block of a
+branch ends exactly with a vector of keys."""
 
 
 @pytest.mark.parametrize("kernels", ["1", "0"], ids=["compiled", "torch"])

@@ -1,5 +1,6 @@
 """Where compiled kernels are kept, and when one that is kept may be loaded."""
 
+import errno
 import logging
 import os
 import shutil
@@ -121,6 +122,18 @@ def test_an_older_cache_that_others_can_only_read_is_closed(source):
     assert answer(source) == 42
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     assert list(directory.glob("answer-*.so"))
+
+
+def test_a_closed_cache_is_left_as_it_is(source, monkeypatch):
+    """Such as one on a disk that can only be read."""
+    assert answer(source) == 42
+
+    def refuse(*_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    monkeypatch.setattr(compiled, "_build", None)
+    assert answer(source) == 42
 
 
 def test_builds_at_the_same_time_leave_one_whole_library(source):

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from rolecall.policy import flat, flat_ops
 from rolecall.policy.flat import FlatTrunk, layout_of, unfit
 from rolecall.policy.model import PolicyModel
-from rolecall.policy.packing import micro_batches, rounded_up
+from rolecall.policy.packing import micro_batches, right_padded, rounded_up
 from rolecall.policy.trunk import Trunk
 
 pytestmark = pytest.mark.usefixtures("fast_paths")
@@ -75,6 +75,18 @@ def test_hidden_states_and_gradients_are_those_of_transformers(kernels, kind, we
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         assert (found[name] - gradient).norm() <= band * gradient.norm() + 1e-9, name
+
+
+@pytest.mark.parametrize("frozen", ["q_proj.weight", "v_proj", "bias", "up_proj", "norm", "o_proj.weight"])
+def test_a_frozen_part_gets_no_gradient_and_the_others_theirs(frozen):
+    model, (ids, needed) = llama(kind="qwen2"), sample()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    expected = gradients(model, model.get_decoder()(input_ids=ids).last_hidden_state[needed])
+    found = gradients(model, FlatTrunk(model)(ids, needed, dtype=torch.float32))
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -196,6 +208,14 @@ def test_a_model_that_computes_something_else_is_found_out_at_first_use(caplog):
     assert "going on with the model's own" in caplog.text
 
 
+def test_once_compared_it_runs_alone(monkeypatch):
+    model, (ids, needed) = llama(), sample()
+    trunk = Trunk(model)
+    before = trunk(ids, needed)
+    monkeypatch.setattr(model.model.layers[0], "forward", lambda *_, **__: pytest.fail("computed twice"))
+    assert torch.equal(trunk(ids, needed), before)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -220,6 +240,31 @@ def test_a_policy_gives_the_same_with_and_without_it(monkeypatch):
     expected = PolicyModel(model)(ids, wanted, temperature=0.7)
     for one, other in zip(found[:2], expected[:2], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("some", [True, False])
+def test_a_loss_handed_in_is_summed_over_the_rows_that_want_something(some):
+    """And where none does, it is 0 and every parameter still gets a gradient of zeros."""
+    model, (ids, needed) = llama(), sample()
+    wanted = torch.nn.functional.pad(needed[:, :-1], (1, 0)) & some
+    plain = PolicyModel(model)(ids, wanted, temperature=0.7)
+    worth = torch.arange(1.0, 9.0)[:, None]
+
+    def loss(outputs, rows):
+        return (worth[rows] * outputs.logprobs + outputs.entropy).sum()
+
+    total, outputs = PolicyModel(model)(ids, wanted, temperature=0.7, loss=loss)
+    torch.testing.assert_close(total, (worth * plain.logprobs + plain.entropy).sum())
+    torch.testing.assert_close(outputs.logprobs, plain.logprobs)
+    model.zero_grad()
+    total.backward()
+    assert all(p.grad is not None and bool(p.grad.any()) == some for p in model.parameters())
+
+
+def test_rows_are_padded_with_zeros_behind():
+    ids, lengths = right_padded([[5], [6, 7, 8], [9, 1]])
+    assert ids.tolist() == [[5, 0, 0], [6, 7, 8], [9, 1, 0]]
+    assert lengths.tolist() == [1, 3, 2]
 
 
 def test_micro_batches_keep_groups_together():

@@ -1,6 +1,7 @@
 """Model directories and files from somewhere: none runs code, hangs or ends in anything but one sentence."""
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
+from rolecall.policy.headers import FormatError, check_gguf
 from rolecall.policy.heads import RewardModel
 from rolecall.policy.load import LoadError, load, save
 
@@ -79,7 +81,7 @@ def test_code_of_a_model_runs_only_if_it_is_trusted(directory, tmp_path, part):
         text=True,
         capture_output=True,
         timeout=120,
-        env={**home, "OMP_NUM_THREADS": "1", "ROLECALL_KERNELS": "0"},
+        env={**home, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), "OMP_NUM_THREADS": "1", "ROLECALL_KERNELS": "0"},
         check=True,
     )
     refused, ran, trusted = json.loads(ended.stdout.splitlines()[-1])
@@ -165,7 +167,7 @@ def whole_gguf(path, *, layers=1):
         (lambda b: b[: len(b) - 700], "cut short or damaged"),
         (lambda b: b[:60], "cut short or damaged"),
         (lambda b: b[:24] + b"\xff" * 40 + b[64:], "cut short or damaged"),
-        (lambda b: b, "cannot be read as GGUF"),
+        (lambda b: b, "cannot be read as GGUF(?!.* layers )"),  # as many layers as tensors
     ],
     ids=["empty", "short", "magic", "version", "tensors", "entries", "more", "cut", "cut-early", "noise", "no-model"],
 )
@@ -190,6 +192,26 @@ def test_a_gguf_whose_entry_claims_more_than_there_is(tmp_path, value):
     path = tmp_path / "bad.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + value + bytes(64))
     refused(path, "cut short or damaged", cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_gguf_is_whole_only_with_all_its_entries(tmp_path, version):
+    """One entry of every kind and an array of each: a file that ends anywhere inside them is cut short."""
+    sizes = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+    values = [struct.pack("<I", kind) + bytes(size) for kind, size in sizes.items()]
+    values += [struct.pack("<IIQ", 9, kind, 3) + bytes(3 * size) for kind, size in sizes.items()]
+    text = struct.pack("<Q", 2) + b"ab"
+    values += [struct.pack("<I", 8) + text, struct.pack("<IIQ", 9, 8, 2) + text + text]
+    path = tmp_path / "model.gguf"
+    for count, value in enumerate(values, 1):
+        entries = b"".join(struct.pack("<Q", 1) + b"a" + v for v in (*values[: count - 1], value))
+        start = b"GGUF" + struct.pack("<IQQ", version, 0, count)
+        path.write_bytes(start + entries)
+        check_gguf(path)
+        for missing in (1, len(value)):
+            path.write_bytes(start + entries[:-missing])
+            with pytest.raises(FormatError, match="cut short"):
+                check_gguf(path)
 
 
 def test_a_gguf_of_ten_million_layers(tmp_path):

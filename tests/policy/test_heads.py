@@ -96,6 +96,13 @@ def test_a_critic_can_start_as_the_reward_model(reward_model):
     assert reward_model.head.weight.abs().sum() > 0
 
 
+@pytest.mark.parametrize("checkpointing", [None, False, True])
+def test_activations_are_recomputed_only_if_it_is_said(reward_model, tmp_path, checkpointing):
+    reward_model.save(tmp_path)
+    how = {} if checkpointing is None else {"gradient_checkpointing": checkpointing}
+    assert RewardModel.load(tmp_path, **how).trunk.is_gradient_checkpointing == bool(checkpointing)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_round_trip_is_exact(tmp_path, dtype, capsys):
     model = RewardModel.from_policy(load("tiny", dtype=dtype), std=0.1, seed=3)

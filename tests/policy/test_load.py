@@ -4,11 +4,28 @@ import socket
 
 import pytest
 import torch
+from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    PhimoeConfig,
+    RwkvConfig,
+    RwkvForCausalLM,
+    WhisperConfig,
+)
+from transformers.utils import logging as transformers_logging
 
 from rolecall.policy import load as load_module
+from rolecall.policy.heads import RewardModel
 from rolecall.policy.load import LoadError, load, save, stop_ids
+from rolecall.policy.objects import from_objects
+from rolecall.policy.pretrained import without_dropout
 from rolecall.policy.tiny import PAD_ID, TURN_END_ID, tiny_model, tiny_tokenizer
 
 
@@ -94,6 +111,82 @@ def test_no_dropout_and_no_cache(tmp_path):
     assert torch.equal(output.logits, loaded.model(ids).logits)
     assert output.past_key_values is None
     assert loaded.context_length == 64
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        (GPT2Config(resid_pdrop=0.2, summary_first_dropout=0.3), {}),
+        (LlamaConfig(attention_dropout=0.2), {}),
+        (WhisperConfig(dropout=0.1, attention_dropout=0.2, encoder_layerdrop=0.3, decoder_layerdrop=0.4), {}),
+        (MixtralConfig(router_jitter_noise=0.2), {}),
+        (PhimoeConfig(attention_dropout=0.2, router_jitter_noise=0.2), {"router_jitter_noise": 0.2}),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_every_rate_of_dropout_is_zero(config, kept):
+    """PhiMoE's jitter is the threshold of its router, noise or not."""
+    noisy = {key for key in vars(config) if any(word in key for word in ("drop", "jitter"))}
+    held = {key: value for key, value in vars(config).items() if key not in noisy}
+    assert without_dropout(config) is config
+    assert {key: getattr(config, key) for key in noisy} == dict.fromkeys(noisy, 0.0) | kept
+    assert {key: value for key, value in vars(config).items() if key not in noisy} == held
+
+
+SMALL = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 2}
+CAUSAL = {
+    "bert": lambda: BertLMHeadModel(
+        BertConfig(**SMALL, num_attention_heads=2, intermediate_size=32, max_position_embeddings=64, is_decoder=False)
+    ),
+    "rwkv": lambda: RwkvForCausalLM(RwkvConfig(**SMALL, attention_hidden_size=16, rescale_every=1)),
+}
+
+
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_a_family_of_other_uses_is_a_causal_model_of_constant_weights(kind, tmp_path):
+    torch.manual_seed(0)
+    CAUSAL[kind]().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    model = load(tmp_path).model.eval()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    ids = torch.tensor([[1, 2, 3, 4]])
+    whole, part = model(ids).logits, model(ids[:, :2]).logits
+    torch.testing.assert_close(whole[:, :2], part)
+    assert not torch.equal(whole[0, 0], whole[0, 1])
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("verbosity", [transformers_logging.WARNING, transformers_logging.INFO])
+def test_reading_leaves_what_transformers_prints_as_it_was(directory, verbosity, tmp_path):
+    RewardModel.from_policy(load(directory)).save(tmp_path / "rm")
+    before = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    try:
+        transformers_logging.set_verbosity(verbosity)
+        transformers_logging.enable_progress_bar()
+        RewardModel.load(tmp_path / "rm")
+        assert transformers_logging.get_verbosity() == verbosity
+        assert transformers_logging.is_progress_bar_enabled()
+    finally:
+        transformers_logging.set_verbosity(before[0])
+        if not before[1]:
+            transformers_logging.disable_progress_bar()
+
+
+def test_a_model_object_is_copied_without_its_dropout_and_its_gradients():
+    given = tiny_model()
+    given.config.attention_dropout = 0.5
+    for layer in given.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    ids = torch.tensor([list(b"abc")])
+    expected = given.eval()(ids).logits
+    expected.sum().backward()
+    made = from_objects(given, tiny_tokenizer(), name="given", gradient_checkpointing=True).model
+    assert all(parameter.grad is None for parameter in made.parameters())
+    assert made.config.attention_dropout == 0.0
+    made.train()
+    torch.testing.assert_close(made(ids).logits, expected, rtol=0, atol=0)
+    assert given.config.attention_dropout == 0.5
+    assert given.lm_head.weight.grad is not None
 
 
 def test_stop_ids_are_a_union(directory):
@@ -248,6 +341,68 @@ def test_gguf_that_is_none_leaves_nothing_in_the_cache(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"not a model")
     refused(tmp_path / "model.gguf", "cannot be read as GGUF", cache_dir=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
+
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.layers": "blk",
+    "post_attention_layernorm": "ffn_norm",
+    "input_layernorm": "attn_norm",
+    "self_attn.o_proj": "attn_output",
+    "self_attn": "attn",
+    "mlp": "ffn",
+    "_proj": "",
+    "attn.": "attn_",
+    "ffn.": "ffn_",
+}
+
+
+def write_gguf(path, model, tokenizer):
+    """A Llama and a byte-level tokenizer as llama.cpp writes them, with the two halves of a head interleaved."""
+    config, writer = model.config, GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*tokenizer.convert_ids_to_tokens(range(259)), "<|endoftext|>"])
+    writer.add_token_scores([0.0] * 260)
+    writer.add_token_types([1] * 256 + [3] * 4)
+    writer.add_eos_token_id(TURN_END_ID)
+    writer.add_chat_template(tokenizer.chat_template)
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach()
+        if "q_proj" in name or "k_proj" in name:
+            weight = weight.view(-1, 2, config.head_dim // 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        for ours, theirs in GGUF_NAMES.items():
+            name = name.replace(ours, theirs)
+        writer.add_tensor(name, weight.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_is_the_model_it_was_made_from(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = LlamaConfig(**SMALL | {"vocab_size": 260}, **sizes, intermediate_size=32, tie_word_embeddings=True)
+    model = LlamaForCausalLM(config)
+    write_gguf(tmp_path / "model.gguf", model, tiny_tokenizer())
+    loaded = load(tmp_path / "model.gguf", cache_dir=tmp_path / "cache")
+    ids = torch.tensor([list(b"hello")])
+    torch.testing.assert_close(loaded.model(ids).logits, model.eval()(ids).logits)
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
+    assert (loaded.stop_ids, loaded.context_length) == ((TURN_END_ID,), 64)
+    assert loaded.tokenizer("hé<|im_end|>").input_ids == [*"hé".encode(), TURN_END_ID]
+    assert loaded.tokenizer.chat_template == tiny_tokenizer().chat_template
+    for path in (tmp_path / "cache").rglob("*.json"):
+        assert str(tmp_path) not in path.read_text(), path.name
 
 
 def test_gguf_is_converted_once_per_content(tmp_path, monkeypatch):

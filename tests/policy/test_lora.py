@@ -40,6 +40,21 @@ def test_a_fresh_adapter_changes_nothing():
     assert torch.equal(logprobs(lora.add_adapter(load("tiny")).model), before)
 
 
+@pytest.mark.parametrize(
+    ("settings", "scale"),
+    [({}, 32 / 16), ({"rank": 4}, 32 / 4), ({"rank": 4, "alpha": 2}, 0.5), ({"rank": 4, "alpha": 2, "rs": True}, 1.0)],
+)
+def test_the_adapter_adds_its_two_halves_times_its_scale(settings, scale):
+    """alpha / rank, or alpha / sqrt(rank)."""
+    adapted = trained(lora.add_adapter(load("tiny"), **settings))
+    plain, layers = lora.merged(adapted).model, adapted.model.get_base_model().model.layers
+    layer = layers[2].mlp.down_proj
+    first, second = (half["default"].weight for half in (layer.lora_A, layer.lora_B))
+    assert first.shape == (settings.get("rank", 16), 448)
+    expected = layer.base_layer.weight + scale * second @ first
+    torch.testing.assert_close(plain.model.layers[2].mlp.down_proj.weight, expected, atol=1e-6, rtol=0)
+
+
 def test_same_seed_same_adapter_whatever_the_global_random_state():
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -136,6 +151,8 @@ def test_dropout_of_a_saved_adapter_is_off(tmp_path):
     again = lora.load_adapter(load("tiny"), tmp_path)
     again.model.train()
     assert torch.equal(logprobs(again.model), logprobs(adapted.model))
+    lora.save_adapter(again, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "adapter_config.json").read_text())["lora_dropout"] == 0
 
 
 def test_gradient_checkpointing_reaches_the_adapter():

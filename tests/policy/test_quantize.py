@@ -55,6 +55,16 @@ def test_only_the_adapter_trains_and_merging_keeps_every_value(bits):
 
 
 @pytest.mark.parametrize("bits", ERRORS)
+def test_the_base_of_an_adapter_is_written_in_plain_weights_of_the_same_values(bits, tmp_path):
+    rounded = quantized(load("tiny"), bits)
+    expected = logits(rounded.model)
+    lora.export_base(lora.add_adapter(rounded, rank=4), tmp_path)
+    written = load(tmp_path).model
+    assert {type(m) for m in written.modules() if isinstance(m, torch.nn.Linear)} == {torch.nn.Linear}
+    torch.testing.assert_close(logits(written), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("bits", ERRORS)
 def test_a_run_on_a_rounded_base_trains_and_resumes_exactly(bits, tmp_path):
     how = {
         "rows": "sorting:length=2",

@@ -1,9 +1,11 @@
 """Roles are drawn as one letter per token: P prompt, C content, S stop, O observation."""
 
+import logging
 import warnings
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from rolecall.maths.roles import Role
@@ -122,6 +124,8 @@ def test_a_stop_token_in_somebodys_text_is_not_the_end_of_a_turn():
     rendered = render(TINY, chat, train="assistant")
     assert said(rendered, "C") == "c<|im_end|>d"
     assert draw(rendered).endswith("CCCSP")
+    answers_only = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}"
+    assert draw(render(with_template(answers_only), chat, train="assistant")) == "CCCS"
 
 
 def test_the_same_words_in_question_and_answer():
@@ -202,14 +206,25 @@ def test_plain_text():
 
 def test_plain_text_gets_the_start_token_but_no_end_token():
     tokenizer = tiny_tokenizer()
-    from tokenizers.processors import TemplateProcessing
-
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 257), ("<|im_end|>", 258)]
     )
     assert render(tokenizer, "ab").ids == (TURN_START_ID, 97, 98)
     assert render(tokenizer, "ab<|im_end|>").ids == (TURN_START_ID, 97, 98, TURN_END_ID)
     assert render_pair(tokenizer, "a", "b").ids == (TURN_START_ID, 97, 98, TURN_END_ID)
+
+
+@pytest.mark.parametrize("text", ["a long text", CHAT])
+def test_what_is_too_long_is_for_the_caller_to_say(text, caplog, monkeypatch):
+    """The tokenizer's own warning would come before that sentence."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.model_max_length = 3
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <|im_end|>", special_tokens=[("<|im_end|>", TURN_END_ID)]
+    )
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    assert len(render(tokenizer, text).ids) > 3
+    assert caplog.records == []
 
 
 def test_messages_without_template_say_what_to_do():

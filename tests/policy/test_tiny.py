@@ -38,6 +38,16 @@ def test_building_leaves_the_global_random_state_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_matrices_are_drawn_smaller_where_they_write_to_the_residual_stream():
+    for name, weight in weights(tiny_model()).items():
+        if weight.dim() == 1:
+            assert torch.equal(weight, torch.ones(128)), name
+        else:
+            size = 0.02 / 8**0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            assert abs(float(weight.std()) / size - 1) < 0.02, name
+            assert abs(float(weight.mean())) < 0.02 * size, name
+
+
 def test_a_fresh_model_is_almost_uniform():
     ids = torch.tensor([list(b"The quick brown fox")])
     logprobs = tiny_model()(ids).logits.log_softmax(-1)
@@ -53,6 +63,12 @@ def test_decoding_gives_back_any_text(text):
 def test_ids_are_the_bytes_themselves(text):
     if "<|" not in text:
         assert bytes(TOKENIZER(text).input_ids) == text.encode()
+
+
+def test_every_byte_has_its_token():
+    text = "".join(map(chr, range(0x3000))) + "\U0001f600\U0010ffff"
+    assert bytes(TOKENIZER(text).input_ids) == text.encode()
+    assert TOKENIZER.decode(list(text.encode())) == text
 
 
 def test_special_tokens_come_back_too_and_can_be_left_out():

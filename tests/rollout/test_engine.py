@@ -167,6 +167,7 @@ def test_auto_opens_the_native_engine(tiny):
     assert isinstance(engine, NativeEngine)
     assert (engine.version, engine.max_rows, engine.stop_ids) == (3, 2, tiny.stop_ids)
     assert engine.hash() == weights_hash(dict(tiny.model.named_parameters()), torch.float32)
+    assert (open_engine(tiny).version, open_engine(tiny).max_rows) == (0, 64)
 
 
 def test_auto_falls_back_and_says_why(tiny, caplog):

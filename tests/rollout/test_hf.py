@@ -1,5 +1,7 @@
 """The hf engine's own promises: it asks nothing of the model but `generate`, and takes nothing from its settings."""
 
+import inspect
+
 import pytest
 import torch
 from small_models import CONTEXT, gaps, hf, prompt, ragged_requests, small_model
@@ -62,6 +64,56 @@ def test_generation_uses_a_cache_though_training_does_not(model):
     engine._model.forward = counted
     engine.generate(ragged_requests((7,), n=1, stop_ids=(), max_new_tokens=4))
     assert lengths == [7, 1, 1, 1]
+
+
+def unpadded(forward):
+    """A model that looks at its padding."""
+
+    def run(*args, **kwargs):
+        return forward(*args, **kwargs | {"attention_mask": None, "position_ids": None})
+
+    return run
+
+
+def uncached(forward):
+    """One that has no cache."""
+
+    def run(*args, **kwargs):
+        if kwargs.get("use_cache"):
+            raise NotImplementedError
+        return forward(*args, **kwargs)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("change", "context", "shapes"),
+    [
+        (lambda forward: forward, CONTEXT, [(2, 7), (2, 1)]),
+        (lambda forward: forward, 9, [(2, 7), (2, 1)]),  # no room for a longer trial
+        (lambda forward: forward, 8, [(1, 3), (1, 1), (1, 7)]),  # answers of unlike lengths
+        (unpadded, CONTEXT, [(1, 3), (1, 1), (1, 7), (1, 1)]),
+        (uncached, CONTEXT, [(1, 3), (1, 4), (1, 7), (1, 8)]),
+    ],
+    ids=["padded", "padded-9", "padded-8", "level", "plain"],
+)
+def test_the_quickest_way_is_taken_in_which_the_model_is_right(model, change, context, shapes):
+    engine = hf(model, context_length=context)
+    inner, seen = change(engine._model.forward), []
+
+    def forward(*args, **kwargs):
+        if kwargs["input_ids"].shape[1] > context:
+            raise IndexError("no such position")
+        seen.append(tuple(kwargs["input_ids"].shape))
+        return inner(*args, **kwargs)
+
+    engine._model.forward = forward
+    forward.__signature__ = inspect.signature(model.forward)
+    requests = ragged_requests((7, 3), n=1, stop_ids=(), max_new_tokens=2)
+    engine.generate(requests)
+    seen.clear()
+    assert float(gaps(model, requests, engine.generate(requests)).max()) < 1e-4
+    assert seen == shapes
 
 
 def test_no_row_grows_beyond_learned_positions(model):

@@ -52,7 +52,8 @@ def test_attention_looks_at_the_tokens_of_its_own_slot(dtype, heads, kv, width):
     keys, values = (torch.randn(rows + 1, kv, room, width, generator=made).to(dtype) for _ in range(2))
     lengths = torch.tensor([0, 1, 17, 49])
     before = keys.clone()
-    out = torch.empty(rows, heads * width, dtype=dtype)
+    held = torch.full((rows + 1, heads * width), torch.nan, dtype=dtype)
+    out = held[:rows]
     kernels_for(dtype).attend(qkv, angles.cos(), angles.sin(), keys, values, lengths, out=out)
     q, k, v = qkv.double().view(rows, -1, width).split([heads, kv, kv], dim=1)
     cos, sin = angles.double().cos()[:, None], angles.double().sin()[:, None]
@@ -71,6 +72,7 @@ def test_attention_looks_at_the_tokens_of_its_own_slot(dtype, heads, kv, width):
         torch.testing.assert_close(out[r].double(), expected, **band)
         keys[r, :, n] = before[r, :, n]
     assert torch.equal(keys, before), "nothing else was written"
+    assert held[rows].isnan().all()
 
 
 @needs_compiler
@@ -87,6 +89,17 @@ def test_draw_gives_the_tokens_and_log_probs_of_the_torch_path(dtype, vocab, tem
     same = ours.tokens == theirs.tokens
     assert int((~same).sum()) <= 2  # a draw may lie within rounding of a boundary
     torch.testing.assert_close(ours.logprobs[same], theirs.logprobs[same], atol=2e-5, rtol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [5, 600])
+def test_a_logit_far_above_the_others_is_drawn_wherever_it_stands(dtype, vocab):
+    logits = torch.zeros(vocab, vocab).fill_diagonal_(1e4).to(dtype)
+    u = torch.linspace(0, 0.999, vocab, dtype=torch.float64)
+    drawn = draw(logits, Sampling(), u, kernels=kernels_for(dtype))
+    assert torch.equal(drawn.tokens, torch.arange(vocab))
+    assert torch.equal(drawn.logprobs, torch.zeros(vocab))
 
 
 @needs_compiler

@@ -19,8 +19,6 @@ def read_gguf(path: Path) -> tuple[Any, Any]:
     # The model thinks it is quantised and refuses to be saved, so its weights move into one that never was.
     settings = read.config.to_dict()
     settings.pop("quantization_config", None)
-    settings.pop("_name_or_path", None)
-    settings.pop("_model_name_or_path", None)
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(type(read.config).from_dict(settings), dtype=torch.float32)
     plain.load_state_dict(read.state_dict(), strict=True, assign=True)

@@ -66,8 +66,8 @@ class HeadPass:
         self.head = head
         kind = head.weight.device.type
         self.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
-        self.weight = head.weight.detach().to(self.dtype)
-        self._bias = None if head.bias is None else head.bias.detach().to(self.dtype)
+        self.weight = head.weight.to(self.dtype)
+        self._bias = None if head.bias is None else head.bias.to(self.dtype)
         fits = kind == "cpu" and self.dtype in _NAMES and head.soft_cap is None and head.slope > 0 and wanted()
         self._kernels = library(_SOURCE) if fits else None
 

@@ -50,7 +50,7 @@ def check_config(path: Path, *, tensors: int) -> None:
     if path.stat().st_size > _MAX_CONFIG_BYTES:
         raise FormatError(f"{path} has more than {_MAX_CONFIG_BYTES:,} bytes")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not JSON") from error
     if not isinstance(found, dict):

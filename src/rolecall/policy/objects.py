@@ -26,7 +26,6 @@ def from_objects(
     if getattr(plain, "is_quantized", False):
         raise LoadError("the model is quantised already: give its name, and policy.quantize")
     copied = cast_weights(copy.deepcopy(model).to("cpu"), getattr(torch, dtype))
-    copied.zero_grad(set_to_none=True)
     without_dropout(copied.config)
     for module in copied.modules():
         for key, value in vars(module).items():

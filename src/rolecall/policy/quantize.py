@@ -11,7 +11,6 @@ int4    NF4 (https://arxiv.org/abs/2305.14314): one scale per 64 weights, codes 
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
@@ -85,7 +84,7 @@ def quantized(loaded: LoadedModel, bits: Bits) -> LoadedModel:
         raise LoadError(f"model {loaded.name!r} has no linear layers to quantise: leave out policy.quantize")
     for name, layer in layers:
         _put(model, name, RoundedLinear(layer, bits))
-    return replace(loaded, model=model)
+    return loaded
 
 
 def restore(model: Any) -> None:

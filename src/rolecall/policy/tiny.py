@@ -8,7 +8,7 @@ from math import sqrt
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 PAD_ID, TURN_START_ID, TURN_END_ID = 256, 257, 258
@@ -76,7 +76,7 @@ def tiny_tokenizer() -> Any:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(_SPECIAL[i], special=True, normalized=False) for i in sorted(_SPECIAL)])
+    tokenizer.add_special_tokens([_SPECIAL[i] for i in sorted(_SPECIAL)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=_SPECIAL[PAD_ID],

@@ -23,7 +23,7 @@ def token_bytes(tokenizer: Any, ids: Sequence[int]) -> list[bytes]:
 
 
 def _bytes(tokenizer: Any, token: int) -> bytes:
-    text: str = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text: str = tokenizer.decode([token], clean_up_tokenization_spaces=False)
     name = tokenizer.convert_ids_to_tokens(token)
     if name is None:  # a row of the head that the tokenizer does not use
         return f"<unused {token}>".encode()

@@ -87,12 +87,12 @@ def support(z: Float[Tensor, "rows vocab"], sampling: Sampling) -> Bool[Tensor, 
     top_k keeps ties with the k-th. top_p keeps the smallest set of most likely tokens that reaches p.
     """
     allowed = torch.ones_like(z, dtype=torch.bool)
-    if sampling.top_k is not None and sampling.top_k < z.shape[-1]:
-        allowed = z >= z.topk(sampling.top_k, dim=-1).values[:, -1:]
+    if sampling.top_k is not None:
+        allowed = z >= z.topk(min(sampling.top_k, z.shape[-1])).values[:, -1:]
     if sampling.top_p is not None and sampling.top_p < 1:
-        probs, order = z.masked_fill(~allowed, -torch.inf).softmax(-1).sort(dim=-1, descending=True)
+        probs, order = z.masked_fill(~allowed, -torch.inf).softmax(-1).sort(descending=True)
         before = probs.double().cumsum(-1) - probs
-        allowed = allowed & torch.zeros_like(allowed).scatter(1, order, before < sampling.top_p)
+        allowed = allowed & torch.empty_like(allowed).scatter(1, order, before < sampling.top_p)
     if sampling.min_p:
         allowed = allowed & (z >= z.max(dim=-1, keepdim=True).values + float(np.log(sampling.min_p)))
     return allowed
