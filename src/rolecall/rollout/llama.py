@@ -20,7 +20,7 @@ from rolecall.policy.attend_ops import Segments, attend_into
 from rolecall.policy.families import unsupported
 from rolecall.policy.flat_ops import rotated
 from rolecall.rollout.engine import check_weights, weights_hash
-from rolecall.rollout.kernels import Kernels, kernels_for
+from rolecall.rollout.kernels import DecodeKernels, kernels_for
 from rolecall.rollout.linear import Linear
 
 
@@ -177,7 +177,7 @@ class LlamaDecoder:
 
         return self._run(self.embedding[tokens][:, None], cos[:, None], sin[:, None], attend).squeeze(1)
 
-    def _step_compiled(self, tokens: Tensor, lengths: Tensor, cache: KVCache, kernels: Kernels) -> Tensor:
+    def _step_compiled(self, tokens: Tensor, lengths: Tensor, cache: KVCache, kernels: DecodeKernels) -> Tensor:
         """`step` with everything between the matrix products in compiled code, without allocating in the loop."""
         cos, sin = (x.float().contiguous() for x in self._rotation(lengths))
 
@@ -186,7 +186,7 @@ class LlamaDecoder:
 
         return self._run_compiled(self.embedding[tokens], attend, kernels, self._room)
 
-    def _prefill_compiled(self, ids: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    def _prefill_compiled(self, ids: Tensor, kernels: DecodeKernels) -> tuple[Tensor, Tensor]:
         """`prefill` of whole prompts in the same way; a row's numbers do not depend on the rows beside it."""
         rows, time = ids.shape
         cos, sin = (x.float().repeat(rows, 1) for x in self._rotation(torch.arange(time)))
@@ -209,7 +209,7 @@ class LlamaDecoder:
         self,
         x: Tensor,
         attend: Callable[[int, Tensor, Tensor], None],
-        kernels: Kernels,
+        kernels: DecodeKernels,
         room_for: Callable[[str | int, int, int], Tensor],
     ) -> Tensor:
         """All layers over x [rows, width], which is overwritten; `attend(layer, qkv, out)` fills `out`."""
