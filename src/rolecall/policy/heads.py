@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from rolecall.policy.chat_template import Message
 from rolecall.policy.load import (
     Dtype,
     LoadedModel,
@@ -24,7 +25,7 @@ from rolecall.policy.load import (
     make_trainable,
 )
 from rolecall.policy.pretrained import Attention, brings_code, read_pretrained, refused_code
-from rolecall.policy.render import Message, render
+from rolecall.policy.render import render
 from rolecall.policy.trunk import Trunk
 
 _HEAD_KEY = "score.weight"
