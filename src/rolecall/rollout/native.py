@@ -179,13 +179,13 @@ class NativeEngine(LocalEngine):
         kinds = [(s.temperature, s.top_k, s.top_p, s.min_p, s.logprobs) for s in settings]
         if len(set(kinds)) == 1:
             return draw(logits, settings[0], u, kernels=self._decoder.kernels)
-        tokens, logprobs = torch.zeros(len(rows), dtype=torch.long), torch.zeros(len(rows))
+        tokens, logprobs = torch.zeros(len(rows), dtype=torch.long), torch.zeros(len(rows), dtype=torch.float64)
         supports = [b""] * len(rows)
         for kind in dict.fromkeys(kinds):
             index = torch.tensor([i for i, other in enumerate(kinds) if other == kind])
             sampling = settings[int(index[0])]
             drawn = draw(logits[index], sampling, u[index], kernels=self._decoder.kernels)
-            tokens[index], logprobs[index] = drawn.tokens, drawn.logprobs
+            tokens[index], logprobs[index] = drawn.tokens, drawn.logprobs.double()
             for i, ids in zip(index.tolist(), drawn.supports or (), strict=False):
                 supports[i] = ids
         return Drawn(tokens, logprobs, supports)
