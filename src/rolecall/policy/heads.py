@@ -25,8 +25,8 @@ from rolecall.policy.load import (
     make_trainable,
 )
 from rolecall.policy.pretrained import Attention, load_errors, read_pretrained
+from rolecall.policy.reading import Trunk
 from rolecall.policy.render import render
-from rolecall.policy.trunk import Trunk
 
 _HEAD_KEY = "score.weight"
 

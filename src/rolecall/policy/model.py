@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from rolecall.policy.head_ops import Head
 from rolecall.policy.logprobs import exact_token_kl, fused_loss, token_scores
-from rolecall.policy.reading import logit_map
-from rolecall.policy.trunk import Trunk
+from rolecall.policy.reading import Trunk, logit_map
 from rolecall.types import Supports
 
 

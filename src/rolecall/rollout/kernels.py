@@ -1,4 +1,4 @@
-"""The functions of decode.c, for the native engine."""
+"""The functions of decode.c, and the gate of flat.c, for the native engine."""
 
 from pathlib import Path
 
@@ -8,13 +8,14 @@ from torch import Tensor
 from rolecall.policy import compiled
 
 _SOURCE = Path(__file__).with_name("decode.c")
+_FLAT = Path(compiled.__file__).with_name("flat.c")
 
 
 class DecodeKernels:
     """The compiled functions for one storage type. Tensors must be contiguous and on the CPU; `out` is returned."""
 
-    def __init__(self, functions: compiled.Kernels, dtype: torch.dtype) -> None:
-        self._call, self._dtype = functions.call, dtype
+    def __init__(self, functions: compiled.Kernels, flat: compiled.Kernels, dtype: torch.dtype) -> None:
+        self._call, self._flat_call, self._dtype = functions.call, flat.call, dtype
 
     def attend(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, *, out: Tensor
@@ -32,7 +33,7 @@ class DecodeKernels:
 
     def gated(self, gate_up: Tensor, *, out: Tensor) -> Tensor:
         """silu(gate) * up."""
-        self._call("gated", self._dtype, (gate_up, out), out.shape)
+        self._flat_call("gate", self._dtype, (gate_up, out), out.shape)
         return out
 
     def draw(self, logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -44,5 +45,5 @@ class DecodeKernels:
 
 def kernels_for(dtype: torch.dtype) -> DecodeKernels | None:
     """The kernels for weights of this dtype; None where there are none."""
-    found = compiled.kernels(_SOURCE, dtype)
-    return None if found is None else DecodeKernels(found, dtype)
+    own, flat = compiled.kernels(_SOURCE, dtype), compiled.kernels(_FLAT, dtype)
+    return None if own is None or flat is None else DecodeKernels(own, flat, dtype)
