@@ -142,7 +142,7 @@ def _rectangles(starts: np.ndarray, groups: np.ndarray) -> Rectangles:
 
 
 def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """[rows x longest] the rows one after another, -1 behind the shorter ones."""
+    """[rows x longest] the rows one after another, -1 after the shorter ones."""
     longest = max(map(len, rows))
     return np.concatenate([np.pad(row, (0, longest - len(row)), constant_values=-1) for row in rows])
 

@@ -70,7 +70,7 @@ class HeadPass:
         self._kernels = kernels(_SOURCE, self.dtype) if plain and kind == "cpu" else None
 
     def rows(self, hidden: Tensor) -> Tensor:
-        """A chunk's hidden states in the working dtype, with rows of zeros behind them if that makes products faster."""
+        """A chunk's hidden states in the working dtype, with rows of zeros after them if that makes products faster."""
         missing = rounded_up(len(hidden), self.dtype) - len(hidden)
         return torch.nn.functional.pad(hidden.to(self.dtype), (0, 0, 0, missing))
 

@@ -145,7 +145,7 @@ def save(loaded: LoadedModel, directory: str | Path) -> None:
 
 
 def save_model(model: PreTrainedModel, directory: str | Path) -> None:
-    """Write config and safetensors. Who loads them to generate wants the cache that training turns off."""
+    """Write config and safetensors, with the cache on that training turns off: it is needed to generate."""
     model.config.use_cache = True
     try:
         with no_progress_bars():

@@ -1,7 +1,7 @@
 """The module that is trained: a causal language model and, if there is one, its critic.
 
 Everything that touches weights happens inside `forward`, so that wrappers that gather or average them (DDP, FSDP) see it.
-Rows are right-padded and attention is causal, so padding behind a row changes nothing and no attention mask is needed.
+Rows are right-padded and attention is causal, so padding after a row changes nothing and no attention mask is needed.
 """
 
 from collections.abc import Callable

@@ -161,7 +161,7 @@ def continue_conversation(
         return _new_sample(template, after, ids_so_far, roles_so_far)
     stopped = roles_so_far[-1] == Role.STOP
     tail_start = answer.end if stopped else answer.stop
-    # Encoded from the end of turn on, so that the text is split as it would be behind that token.
+    # Encoded from the end of turn on, so that the text is split as it would be after that token.
     ids, spans = template.encode(after[answer.stop :])
     roles = [int(Role.PROMPT)] * len(after)
     for first, last in template.contents(history, new_messages, after=after, offset=answer.end):
@@ -184,7 +184,7 @@ def prefix_preserving(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     stop_ids: Collection[int] | None = None,
 ) -> PrefixReport:
-    """Whether a conversation can go on behind its sampled answers, which is what `continue_conversation` needs.
+    """Whether a conversation can go on after its sampled answers, which is what `continue_conversation` needs.
 
     Each answer must follow its generation prompt, and stay as it is, to the end of its turn, when messages are added.
     The default conversation has two answers that think aloud, which some templates strip from the past.
@@ -297,7 +297,7 @@ def _render_texts(
 def _encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """Ids of a plain text with the tokenizer's own start token, but without an end token: the text goes on."""
     check_unicode(text)
-    # Who needs the ids to fit says so in a sentence of its own; the tokenizer's warning would come before it.
+    # Callers that need the ids to fit say so themselves; the tokenizer's warning would come before that.
     ids = list(tokenizer(text, verbose=False)["input_ids"])
     if ids and ids[-1] == tokenizer.eos_token_id:
         bare = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
