@@ -12,7 +12,7 @@ from rolecall.policy import flat, flat_ops
 from rolecall.policy.flat import FlatTrunk, layout_of, unfit
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.packing import micro_batches, right_padded, rounded_up
-from rolecall.policy.trunk import Trunk
+from rolecall.policy.reading import Trunk
 
 pytestmark = pytest.mark.usefixtures("fast_paths")
 SIZES = {

@@ -336,3 +336,16 @@ def test_the_models_own_stop_ids_are_the_default(model):
     assert len({c.ids[-1] for c in stopped}) > 1
     assert all(c.ids[-1] in (STOP, *range(100, 130)) for c in stopped)
     assert not any(token in range(100, 130) for c in completions for token in c.ids[:-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_of_unlike_settings_are_drawn_each_by_its_own(dtype):
+    engine = native(small_model(dtype=dtype))
+    requests = [
+        Request(prompt_ids=prompt(6), sampling=Sampling(max_new_tokens=8, temperature=t, top_k=k), prompt=i)
+        for i, (t, k) in enumerate([(1.0, None), (0.0, None), (0.7, 5)])
+    ]
+    for together, request in zip(engine.generate(requests), requests, strict=True):
+        (alone,) = engine.generate([request])
+        assert together.ids == alone.ids
+        assert together.behaviour_logprobs == pytest.approx(alone.behaviour_logprobs, abs=1e-5)

@@ -18,7 +18,7 @@ from rolecall.config.given import GIVEN, GivenModel
 from rolecall.config.parts import PolicyOptions
 from rolecall.errors import UserError
 from rolecall.policy.heads import RewardModel
-from rolecall.policy.load import LoadedModel, LoadError, load, reading
+from rolecall.policy.load import LoadedModel, LoadError, from_objects, load, reading
 from rolecall.policy.lora import (
     add_adapter,
     check_installed,
@@ -29,7 +29,6 @@ from rolecall.policy.lora import (
     merged,
     set_dropout,
 )
-from rolecall.policy.objects import from_objects
 from rolecall.policy.quantize import quantized
 from rolecall.rewards.model import RewardModelReward
 from rolecall.rollout.engine import Engine

@@ -23,32 +23,37 @@
 #endif
 typedef float vector __attribute__((vector_size(4 * LANES), aligned(4)));
 
-/* m rows and `v` vectors of c (+)= a b: a(i, k) = a[i * rs + k * cs], b [inner, ldb], c [m, ldc]. */
-static inline __attribute__((always_inline)) void tile(const int m, const int v, const float *restrict a, int64_t rs,
-                                                       int64_t cs, const float *restrict b, int64_t ldb,
-                                                       float *restrict c, int64_t ldc, int64_t inner, int add) {
+/* ROWS rows and `v` vectors of c (+)= a b: a(i, k) = a[i * rs + k * cs], b [inner, ldb], c [ROWS, ldc]. */
+static inline __attribute__((always_inline)) void tile(const int v, const float *restrict a, int64_t rs, int64_t cs,
+                                                       const float *restrict b, int64_t ldb, float *restrict c,
+                                                       int64_t ldc, int64_t inner, int add) {
     vector sums[ROWS][VECTORS];
-    for (int i = 0; i < m; i++)
+    for (int i = 0; i < ROWS; i++)
         for (int j = 0; j < v; j++) sums[i][j] = add ? *(vector *)(c + i * ldc + j * LANES) : (vector){0};
     for (int64_t k = 0; k < inner; k++)
-        for (int i = 0; i < m; i++)
+        for (int i = 0; i < ROWS; i++)
             for (int j = 0; j < v; j++) sums[i][j] += a[i * rs + k * cs] * *(const vector *)(b + k * ldb + j * LANES);
-    for (int i = 0; i < m; i++)
+    for (int i = 0; i < ROWS; i++)
         for (int j = 0; j < v; j++) *(vector *)(c + i * ldc + j * LANES) = sums[i][j];
 }
 
 /* c [rows, columns] (+)= a b, with rows a multiple of ROWS and columns one of LANES. */
-static void product(const float *restrict a, int64_t rs, int64_t cs, const float *restrict b, int64_t ldb,
-                    float *restrict c, int64_t ldc, int64_t rows, int64_t columns, int64_t inner, int add) {
-    for (int64_t j = 0; j < columns;) {
-        int64_t left = (columns - j) / LANES, v = left >= VECTORS ? VECTORS : left >= 2 ? 2 : 1;
-        for (int64_t i = 0; i < rows; i += ROWS) {
-#define TILE(v) tile(ROWS, v, a + i * rs, rs, cs, b + j, ldb, c + i * ldc + j, ldc, inner, add)
-            v == VECTORS ? TILE(VECTORS) : v == 2 ? TILE(2) : TILE(1);
-        }
-        j += v * LANES;
+#define PRODUCT(name, tile, T)                                                                                         \
+    static void name(const T *restrict a, int64_t rs, int64_t cs, const T *restrict b, int64_t ldb, float *restrict c, \
+                     int64_t ldc, int64_t rows, int64_t columns, int64_t inner, int add) {                             \
+        for (int64_t j = 0; j < columns;) {                                                                            \
+            int64_t left = (columns - j) / LANES, v = left >= VECTORS ? VECTORS : left >= 2 ? 2 : 1;                   \
+            for (int64_t i = 0; i < rows; i += ROWS) {                                                                 \
+                const T *from = a + i * rs, *right = b + j;                                                            \
+                float *to = c + i * ldc + j;                                                                           \
+                if (v == VECTORS) tile(VECTORS, from, rs, cs, right, ldb, to, ldc, inner, add);                        \
+                else if (v == 2) tile(2, from, rs, cs, right, ldb, to, ldc, inner, add);                               \
+                else tile(1, from, rs, cs, right, ldb, to, ldc, inner, add);                                           \
+            }                                                                                                          \
+            j += v * LANES;                                                                                            \
+        }                                                                                                              \
     }
-}
+PRODUCT(product, tile, float)
 
 static int64_t up_to(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
@@ -209,17 +214,7 @@ static inline __attribute__((always_inline)) void pair_tile(const int v, const p
         for (int j = 0; j < v; j++) _mm512_storeu_ps(c + i * ldc + j * LANES, sums[i][j]);
 }
 
-static void pair_product(const pair *restrict a, int64_t rs, int64_t cs, const pair *restrict b, int64_t ldb,
-                         float *restrict c, int64_t ldc, int64_t rows, int64_t columns, int64_t inner, int add) {
-    for (int64_t j = 0; j < columns;) {
-        int64_t left = (columns - j) / LANES, v = left >= VECTORS ? VECTORS : left >= 2 ? 2 : 1;
-        for (int64_t i = 0; i < rows; i += ROWS) {
-#define PAIR_TILE(v) pair_tile(v, a + i * rs, rs, cs, b + j, ldb, c + i * ldc + j, ldc, inner, add)
-            v == VECTORS ? PAIR_TILE(VECTORS) : v == 2 ? PAIR_TILE(2) : PAIR_TILE(1);
-        }
-        j += v * LANES;
-    }
-}
+PRODUCT(pair_product, pair_tile, pair)
 
 /* [width / 2, ld] pairs along the width; a column per token. */
 static void pair_columns(const bf16 *from, int64_t stride, int64_t count, int64_t width, pair *to, int64_t ld) {

@@ -4,7 +4,6 @@ Tokens lie in segments, segments in groups. The first segment of a group is its 
 at its group's prefix and at its own segment up to itself.
 """
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from rolecall.policy.compiled import library, pointer, wanted
+from rolecall.policy.compiled import Kernels, kernels
 
 _SOURCE = Path(__file__).with_name("attend.c")
-_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,33 +48,32 @@ def attend(qkv: Tensor, segments: Segments, *, heads: int, kv_heads: int) -> Ten
 
     `qkv` [n, (heads + 2 kv_heads) x width] holds its queries, keys and values side by side.
     """
-    fits = qkv.device.type == "cpu" and qkv.dtype in _NAMES and wanted()
-    kernels = library(_SOURCE) if fits else None
-    if kernels is None:
+    qkv = qkv.contiguous()
+    compiled = kernels(_SOURCE, qkv.dtype, qkv)
+    if compiled is None:
         return _attend(qkv, segments.rectangles, heads, kv_heads)
-    mixed: Tensor = Attend.apply(qkv, segments, heads, kv_heads, kernels)
+    mixed: Tensor = _Attend.apply(qkv, segments, heads, kv_heads, compiled)
     return mixed
 
 
 def attend_into(out: Tensor, qkv: Tensor, segments: Segments, *, heads: int, kv_heads: int) -> None:
     """The same into `out`, without gradient."""
-    kernels = library(_SOURCE) if wanted() else None
-    if kernels is None:
+    compiled = kernels(_SOURCE, qkv.dtype, qkv)
+    if compiled is None:
         out.copy_(_attend(qkv, segments.rectangles, heads, kv_heads))
         return
     width = qkv.shape[1] // (heads + 2 * kv_heads)
-    _call("attend", (qkv, out, torch.empty(len(qkv), heads)), segments, (heads, kv_heads, width), kernels)
+    _call("attend", (qkv, out, torch.empty(len(qkv), heads)), segments, (heads, kv_heads, width), compiled)
 
 
-class Attend(Function):
+class _Attend(Function):
     """The compiled one. Keeps what goes in and the logarithm of each softmax's sum."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, segments: Segments, heads: int, kv_heads: int, kernels: ctypes.CDLL) -> Tensor:
-        qkv = qkv.contiguous()
+    def forward(ctx: Any, qkv: Tensor, segments: Segments, heads: int, kv_heads: int, compiled: Kernels) -> Tensor:
         width = qkv.shape[1] // (heads + 2 * kv_heads)
         out, logsums = qkv.new_empty(len(qkv), heads * width), torch.empty(len(qkv), heads)
-        ctx.about = segments, (heads, kv_heads, width), kernels
+        ctx.about = segments, (heads, kv_heads, width), compiled
         _call("attend", (qkv, out, logsums), *ctx.about)
         ctx.save_for_backward(qkv, logsums)
         return out
@@ -90,15 +87,10 @@ class Attend(Function):
 
 
 def _call(
-    name: str, tensors: Sequence[Tensor], segments: Segments, sizes: tuple[int, int, int], kernels: ctypes.CDLL
+    name: str, tensors: Sequence[Tensor], segments: Segments, sizes: tuple[int, int, int], compiled: Kernels
 ) -> None:
-    function = getattr(kernels, f"{name}_{_NAMES[tensors[0].dtype]}")
-    function(
-        *map(pointer, (*tensors, segments.starts, segments.groups)),
-        *map(ctypes.c_int64, (len(segments.groups) - 1, *sizes)),
-        ctypes.c_float(sizes[2] ** -0.5),
-        torch.get_num_threads(),
-    )
+    where, counts = (segments.starts, segments.groups), (len(segments.groups) - 1, *sizes)
+    compiled.call(name, tensors[0].dtype, (*tensors, *where), counts, sizes[2] ** -0.5)
 
 
 # -- in torch --------------------------------------------------------------------------------------------------------
@@ -150,7 +142,7 @@ def _rectangles(starts: np.ndarray, groups: np.ndarray) -> Rectangles:
 
 
 def _padded(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """[rows x longest] the rows one after another, -1 behind the shorter ones."""
+    """[rows x longest] the rows one after another, -1 after the shorter ones."""
     longest = max(map(len, rows))
     return np.concatenate([np.pad(row, (0, longest - len(row)), constant_values=-1) for row in rows])
 
@@ -163,7 +155,7 @@ def _allowed(prefix_lengths: Tensor, longest: int) -> Tensor:
 
 
 def _attend(qkv: Tensor, at: Rectangles, heads: int, kv_heads: int) -> Tensor:
-    rows = _Pad.apply(qkv, at.take, at.put)
+    rows = _Take.apply(qkv, at.take, at.put, None)
     (groups, longest), (count, width) = at.prefixes, at.branches
     first, rest = rows.split([groups * longest, count * width])
     q, k, v = _heads(rest, count, heads, kv_heads)
@@ -176,7 +168,7 @@ def _attend(qkv: Tensor, at: Rectangles, heads: int, kv_heads: int) -> Tensor:
             for before, own in ((prefix_k, k), (prefix_v, v))
         )
         mixed = torch.cat([_mixed(prefix_q, prefix_k, prefix_v, None), _mixed(q, k, v, at.allowed)])
-    flat: Tensor = _Unpad.apply(mixed, at.take, at.put, at.padding)
+    flat: Tensor = _Take.apply(mixed, at.put, at.take, at.padding)
     return flat
 
 
@@ -195,34 +187,21 @@ def _mixed(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
     return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
-class _Pad(Function):
-    """Rows of x in the order of `take`; every row is taken once, but for padding, whose gradient is dropped."""
+class _Take(Function):
+    """Rows of x in the order of `take`. `back` undoes that; rows that are padding, in x or here, get no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, take: Tensor, put: Tensor) -> Tensor:
-        ctx.save_for_backward(put)
+    def forward(ctx: Any, x: Tensor, take: Tensor, back: Tensor, padding: Tensor | None) -> Tensor:
+        ctx.save_for_backward(back, padding)
         return x.index_select(0, take)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (put,) = ctx.saved_tensors
-        return grad.index_select(0, put), None, None
-
-
-class _Unpad(Function):
-    """The other way round: padding is left out, and gets no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, take: Tensor, put: Tensor, padding: Tensor) -> Tensor:
-        ctx.save_for_backward(take, padding)
-        return x.index_select(0, put)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        take, padding = ctx.saved_tensors
-        spread = grad.index_select(0, take)
-        spread[padding] = 0
-        return spread, None, None, None
+        back, padding = ctx.saved_tensors
+        found = grad.index_select(0, back)
+        if padding is not None:
+            found[padding] = 0
+        return found, None, None, None
 
 
 class _Spread(Function):

@@ -15,9 +15,10 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from rolecall.policy.load import LoadError, cache_root
@@ -31,6 +32,32 @@ _FLAGS = (
 )
 _HEADER = Path(__file__).with_name("storage.h")
 _LIBRARIES = (("-lmvec", "-lm"), ("-lm",))
+_STORAGE = {torch.float32: "f32", torch.bfloat16: "bf16"}
+"""How the names of C functions end, by the dtype of what they compute."""
+
+
+class Kernels(ctypes.CDLL):
+    """The functions of one C file. Each takes pointers, sizes, numbers and a number of threads, in this order."""
+
+    def call(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        tensors: Sequence[Tensor | None],
+        sizes: Sequence[int],
+        *numbers: float,
+    ) -> None:
+        """Call the function for this dtype. Tensors must be contiguous and on the CPU."""
+        getattr(self, f"{name}_{_STORAGE[dtype]}")(
+            *[None if tensor is None else ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors],
+            *map(ctypes.c_int64, sizes),
+            *map(ctypes.c_float, numbers),
+            torch.get_num_threads(),
+        )
+
+    def has(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether the file has the function on this processor."""
+        return hasattr(self, f"{name}_{_STORAGE[dtype]}")
 
 
 def wanted() -> bool:
@@ -38,8 +65,16 @@ def wanted() -> bool:
     return os.environ.get("ROLECALL_KERNELS") != "0"
 
 
+def kernels(source: Path, dtype: torch.dtype, *tensors: Tensor) -> Kernels | None:
+    """The functions of a C file, if they may be used, can be had, and fit the dtype and these tensors."""
+    fit = dtype in _STORAGE and all(
+        tensor.device.type == "cpu" and tensor.dtype in _STORAGE and tensor.is_contiguous() for tensor in tensors
+    )
+    return library(source) if fit and wanted() else None
+
+
 @functools.cache
-def library(source: Path) -> ctypes.CDLL | None:
+def library(source: Path) -> Kernels | None:
     """The functions of a C file, or None where they cannot be had."""
     name, target = os.environ.get("CC", "cc"), os.environ.get("ROLECALL_MARCH", "native")
     compiler = shutil.which(name)
@@ -50,30 +85,17 @@ def library(source: Path) -> ctypes.CDLL | None:
     key = f"{source.stem}-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:16]}"
     try:
         directory = _directory()
-        return ctypes.CDLL(str(_built(directory, key) or _build(compiler, source, target, directory, key)))
+        return Kernels(str(_built(directory, key) or _build(compiler, source, target, directory, key)))
     except (OSError, subprocess.SubprocessError) as error:
         _fall_back(f"{source.name} cannot be compiled or loaded ({' '.join(str(error).split())})")
         return None
 
 
-def pointer(tensor: Tensor) -> ctypes.c_void_p:
-    """Where a contiguous tensor's data lie."""
-    return ctypes.c_void_p(tensor.data_ptr())
-
-
 def compile_to(path: Path, source: Path, *, compiler: str, target: str) -> None:
     """Compile a C file for a target of -march; raises OSError with the compiler's first complaint."""
     for libraries in _LIBRARIES:
-        command = [
-            compiler,
-            f"-march={target}",
-            *_FLAGS,
-            f"-I{_HEADER.parent}",
-            "-o",
-            str(path),
-            str(source),
-            *libraries,
-        ]
+        files = (f"-I{_HEADER.parent}", "-o", str(path), str(source))
+        command = [compiler, f"-march={target}", *_FLAGS, *files, *libraries]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode == 0:
             return

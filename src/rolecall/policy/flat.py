@@ -132,7 +132,7 @@ class FlatTrunk:
         """The last hidden states of the needed positions, row by row. At least one is needed."""
         layout = layout_of(ids, needed, dtype)
         decoder = self._decoder
-        # What nobody asked for is of no use behind the last layer's keys and values.
+        # Positions that are not needed are of no use after the last layer's keys and values.
         kept, wanted = torch.unique(layout.place[needed], return_inverse=True)
         kept = F.pad(kept, (0, rounded_up(len(kept), dtype) - len(kept)))
         if 8 * len(kept) > 7 * len(layout.source):  # not worth products of another size

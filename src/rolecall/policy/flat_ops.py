@@ -5,7 +5,6 @@ working dtype, fp32 or bf16. A weight is cast to it in every forward, so that no
 the same copy if that is small beside the activations it is kept with, else it casts again.
 """
 
-import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from rolecall.policy.compiled import library, pointer, wanted
+from rolecall.policy.compiled import kernels
 
 _SOURCE = Path(__file__).with_name("flat.c")
-_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _BLOCK = 64
 """As in flat.c."""
 
@@ -60,14 +58,14 @@ def _normed(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(x with what is added, that normed, the factors 1 / rms)."""
     factors = x.new_empty(len(x))
-    kernels = _kernels(dtype, x, weight, *(() if added is None else (added,)))
-    if kernels is None:
+    compiled = kernels(_SOURCE, dtype, x, weight, *(() if added is None else (added,)))
+    if compiled is None:
         total = x if added is None else x + added
         torch.rsqrt(total.square().mean(-1) + eps, out=factors)
         return total, (weight * (total * factors[:, None])).to(dtype), factors
     total = x if added is None else torch.empty_like(x)
     out = torch.empty_like(x, dtype=dtype)
-    _call(kernels, "norm", dtype, (x, added, weight, total, out, factors), x.shape, ctypes.c_float(eps))
+    compiled.call("norm", dtype, (x, added, weight, total, out, factors), x.shape, eps)
     return total, out, factors
 
 
@@ -77,15 +75,15 @@ def _norm_back(
     """(gradient of x, the same in the dtype of what was added, gradient of the weight); `above` is added to it."""
     grad = grad.contiguous()
     above = None if above is None else above.contiguous()
-    kernels = _kernels(grad.dtype, x, weight)
-    if kernels is None:
+    compiled = kernels(_SOURCE, grad.dtype, x, weight)
+    if compiled is None:
         normed, scaled = x * factors[:, None], grad.to(x.dtype) * weight
         dx = factors[:, None] * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
         dx = dx if above is None else dx + above
         return dx, None if added is None else dx.to(added), (grad.to(x.dtype) * normed).sum(0)
     dx, dadded = torch.empty_like(x), None if added is None else torch.empty_like(x, dtype=added)
     partial = x.new_empty(-(-len(x) // _BLOCK), x.shape[1])
-    _call(kernels, "norm_back", grad.dtype, (x, weight, factors, grad, above, dx, dadded, partial), x.shape)
+    compiled.call("norm_back", grad.dtype, (x, weight, factors, grad, above, dx, dadded, partial), x.shape)
     return dx, dadded, partial.sum(0)
 
 
@@ -143,12 +141,12 @@ class GatedMlp(Function):
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         joined, last = _joined((gate, up), x.dtype), down.to(x.dtype)
         gate_up = x @ joined.T
-        kernels = _kernels(x.dtype, gate_up)
-        if kernels is None:
+        compiled = kernels(_SOURCE, x.dtype, gate_up)
+        if compiled is None:
             middle = _gated(gate_up)
         else:
             middle = gate_up.new_empty(len(x), len(gate))
-            _call(kernels, "gate", x.dtype, (gate_up, middle), middle.shape)
+            compiled.call("gate", x.dtype, (gate_up, middle), middle.shape)
         ctx.save_for_backward(
             x, gate_up, *_light(last, (down,), beside=gate_up), *_light(joined, (gate, up), beside=gate_up)
         )
@@ -160,8 +158,8 @@ class GatedMlp(Function):
         x, gate_up, last, *first = ctx.saved_tensors
         grad = grad.contiguous()
         dmiddle = grad @ last.to(x.dtype)
-        kernels = _kernels(x.dtype, gate_up)
-        if kernels is None:
+        compiled = kernels(_SOURCE, x.dtype, gate_up)
+        if compiled is None:
             with torch.enable_grad():
                 leaf = gate_up.detach().requires_grad_()
                 middle = _gated(leaf)
@@ -169,7 +167,7 @@ class GatedMlp(Function):
             middle = middle.detach()
         else:
             middle, dgate_up = torch.empty_like(dmiddle), torch.empty_like(gate_up)
-            _call(kernels, "gate_back", x.dtype, (gate_up, dmiddle, middle, dgate_up), middle.shape)
+            compiled.call("gate_back", x.dtype, (gate_up, dmiddle, middle, dgate_up), middle.shape)
         dx = dgate_up @ _joined(first, x.dtype) if ctx.needs_input_grad[0] else None
         if not any(ctx.needs_input_grad[1:]):
             return dx, None, None, None
@@ -185,10 +183,9 @@ def _gated(gate_up: Tensor) -> Tensor:
 def rotated(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, sign: float) -> Tensor:
     """Rotary positions on the first heads of qkv [rows, ...], in place; sign -1 turns them back. cos, sin [rows, half]."""
     rows, half = cos.shape
-    kernels = _kernels(qkv.dtype, qkv, cos)
-    if kernels is not None:
-        numbers = (rows, qkv.shape[1], heads, half)
-        _call(kernels, "rotate", qkv.dtype, (qkv, cos, sin), numbers, ctypes.c_float(sign))
+    compiled = kernels(_SOURCE, qkv.dtype, qkv, cos)
+    if compiled is not None:
+        compiled.call("rotate", qkv.dtype, (qkv, cos, sin), (rows, qkv.shape[1], heads, half), sign)
         return qkv
     part = qkv[:, : 2 * heads * half].unflatten(1, (heads, 2, half))
     wide = part.to(cos.dtype)
@@ -211,26 +208,3 @@ def _light(
 
 def _cast(parts: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
     return [None if dtype is None else part.to(dtype) for part, dtype in zip(parts, dtypes, strict=True)]
-
-
-def _kernels(dtype: torch.dtype, *tensors: Tensor) -> ctypes.CDLL | None:
-    """The compiled functions, if they fit these tensors."""
-    fits = dtype in _NAMES and all(t.device.type == "cpu" and t.dtype in _NAMES and t.is_contiguous() for t in tensors)
-    return library(_SOURCE) if fits and wanted() else None
-
-
-def _call(
-    kernels: ctypes.CDLL,
-    name: str,
-    dtype: torch.dtype,
-    tensors: Sequence[Tensor | None],
-    sizes: Sequence[int],
-    *more: Any,
-) -> None:
-    function = getattr(kernels, f"{name}_{_NAMES[dtype]}")
-    function(
-        *(None if t is None else pointer(t) for t in tensors),
-        *map(ctypes.c_int64, sizes),
-        *more,
-        torch.get_num_threads(),
-    )

@@ -5,7 +5,6 @@ weight's. The compiled functions read them as they are and write the gradient in
 in fp32.
 """
 
-import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +12,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rolecall.policy.compiled import library, pointer, wanted
+from rolecall.policy.compiled import kernels
 from rolecall.policy.packing import rounded_up
 from rolecall.types import Supports
 
 _SOURCE = Path(__file__).with_name("head.c")
-_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _NEVER = -1e15
 """The logit of a token that could not be drawn: its probability is exactly 0, and 0 times it is 0, not NaN."""
 
@@ -68,11 +66,11 @@ class HeadPass:
         self.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
         self.weight = head.weight.to(self.dtype)
         self._bias = None if head.bias is None else head.bias.to(self.dtype)
-        fits = kind == "cpu" and self.dtype in _NAMES and head.soft_cap is None and head.slope > 0 and wanted()
-        self._kernels = library(_SOURCE) if fits else None
+        plain = head.soft_cap is None and head.slope > 0
+        self._kernels = kernels(_SOURCE, self.dtype) if plain and kind == "cpu" else None
 
     def rows(self, hidden: Tensor) -> Tensor:
-        """A chunk's hidden states in the working dtype, with rows of zeros behind them if that makes products faster."""
+        """A chunk's hidden states in the working dtype, with rows of zeros after them if that makes products faster."""
         missing = rounded_up(len(hidden), self.dtype) - len(hidden)
         return torch.nn.functional.pad(hidden.to(self.dtype), (0, 0, 0, missing))
 
@@ -93,7 +91,8 @@ class HeadPass:
             return _score(self._within(kept, self.head.tempered(raw)), targets)
         self._within(kept, raw)
         logprobs, entropy, lse = (torch.empty(len(raw)) for _ in range(3))
-        self._call("score", raw, (targets.contiguous(), logprobs, entropy, lse))
+        tensors = (raw, targets.contiguous(), logprobs, entropy, lse)
+        self._kernels.call("score", raw.dtype, tensors, raw.shape, self.head.slope)
         return logprobs, entropy, lse
 
     def gradient(
@@ -115,18 +114,14 @@ class HeadPass:
         self._within(kept, raw)
         none = torch.zeros(len(raw))
         parts = [none if g is None else g.float().contiguous() for g in (grad_logprobs, grad_entropy)]
-        self._call("gradient", raw, (targets.contiguous(), lse.contiguous(), entropy.contiguous(), *parts))
+        tensors = (raw, targets.contiguous(), lse.contiguous(), entropy.contiguous(), *parts)
+        self._kernels.call("gradient", raw.dtype, tensors, raw.shape, self.head.slope)
         whole[len(raw) :] = 0
         return whole
 
     def _within(self, kept: Supports | None, logits: Tensor) -> Tensor:
         """The logits, in place, with those at `_NEVER` that could not be drawn."""
         return logits if kept is None else logits.masked_fill_(~kept.allowed(logits.shape[1]), _NEVER)
-
-    def _call(self, name: str, raw: Tensor, tensors: tuple[Tensor, ...]) -> None:
-        function = getattr(self._kernels, f"{name}_{_NAMES[raw.dtype]}")
-        sizes = (ctypes.c_int64(raw.shape[0]), ctypes.c_int64(raw.shape[1]), ctypes.c_float(self.head.slope))
-        function(pointer(raw), *map(pointer, tensors), *sizes, torch.get_num_threads())
 
 
 def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -43,7 +43,7 @@ def check_safetensors(path: Path) -> int:
 
 
 def check_config(path: Path, *, tensors: int) -> None:
-    """Raise `FormatError` unless a model's config.json is an object whose layers can be those of so many tensors.
+    """Raise `FormatError` unless a model's config.json is an object with no more layers than `tensors` allows.
 
     transformers builds the layers first and looks for their weights afterwards: ten million of them take hours.
     """

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from rolecall.policy.chat_template import Message
 from rolecall.policy.load import (
     Dtype,
     LoadedModel,
@@ -23,9 +24,9 @@ from rolecall.policy.load import (
     check_finite,
     make_trainable,
 )
-from rolecall.policy.pretrained import Attention, brings_code, read_pretrained, refused_code
-from rolecall.policy.render import Message, render
-from rolecall.policy.trunk import Trunk
+from rolecall.policy.pretrained import Attention, load_errors, read_pretrained
+from rolecall.policy.reading import Trunk
+from rolecall.policy.render import render
 
 _HEAD_KEY = "score.weight"
 
@@ -87,7 +88,7 @@ class ScalarModel(nn.Module):
             raise LoadError(f"model {str(name)!r}: no such directory; give the directory of a reward model or critic")
         check_directory(directory)
         head = _read_head(directory)
-        try:
+        with load_errors(str(directory), lambda why: f"model {str(directory)!r} cannot be read: {why}"):
             trunk = read_pretrained(
                 AutoModel,
                 str(directory),
@@ -97,13 +98,6 @@ class ScalarModel(nn.Module):
                 other_tensors=True,
             )
             tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
-        except LoadError:
-            raise
-        except Exception as error:  # transformers builds what config.json says, wherever that leads
-            if refused_code(error):
-                raise brings_code(str(directory)) from error
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise LoadError(f"model {str(directory)!r} cannot be read: {reason}") from error
         make_trainable(trunk, gradient_checkpointing=gradient_checkpointing)
         model = cls(trunk=trunk, head=head, tokenizer=tokenizer)
         check_finite(model, where=str(directory))
@@ -124,9 +118,9 @@ class ScalarModel(nn.Module):
         save_torch_state_dict({**weights, _HEAD_KEY: self.head.weight.detach()}, directory)
         self.tokenizer.save_pretrained(directory)
 
-    def hidden(self, ids: Tensor, *, position_ids: Tensor | None = None) -> Tensor:
+    def hidden(self, ids: Tensor) -> Tensor:
         """[batch, time, hidden]: the trunk's last hidden states."""
-        return self.trunk(input_ids=ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        return self.trunk(input_ids=ids, use_cache=False).last_hidden_state
 
     def at(self, ids: Tensor, needed: Tensor) -> Tensor:
         """[n] the numbers read at the needed positions [batch, time], row by row."""
@@ -147,14 +141,14 @@ class Critic(ScalarModel):
             tokenizer=reward_model.tokenizer,
         )
 
-    def forward(self, ids: Tensor, asked: Tensor | None = None, *, position_ids: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Tensor, asked: Tensor | None = None) -> Tensor:
         """[batch, time] ids to [batch, time] values, NaN at the first position.
 
         With `asked` [batch, time - 1], one entry per token but the first: [n] the values of the asked tokens only.
         """
         if asked is not None:
             return self.at(ids, nn.functional.pad(asked, (0, 1)))
-        return self.head.values(self.hidden(ids, position_ids=position_ids))
+        return self.head.values(self.hidden(ids))
 
 
 class RewardModel(ScalarModel):
@@ -165,7 +159,7 @@ class RewardModel(ScalarModel):
         return self.scores(ids, lengths)
 
     def scores(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """[batch] scores, read at position lengths - 1; what lies behind it has no influence."""
+        """[batch] scores, read at position lengths - 1; what comes after it has no influence."""
         if lengths.shape != ids.shape[:1]:
             raise ValueError(f"lengths has shape {tuple(lengths.shape)} but there are {len(ids)} rows of ids")
         if len(ids) and not (int(lengths.min()) >= 1 and int(lengths.max()) <= ids.shape[1]):

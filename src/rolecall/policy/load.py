@@ -5,6 +5,7 @@ new log-probs must agree), no key-value cache, every embedding row trainable, al
 GGUF are read; a pickle can run code when it is opened.
 """
 
+import copy
 import hashlib
 import json
 import os
@@ -24,7 +25,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from rolecall.config.parts import LoadOptions
 from rolecall.policy.gguf import read_gguf
 from rolecall.policy.headers import FormatError, check_config, check_safetensors
-from rolecall.policy.pretrained import DTYPES, Attention, brings_code, no_progress_bars, read_pretrained, refused_code
+from rolecall.policy.pretrained import (
+    DTYPES,
+    Attention,
+    first_line,
+    load_errors,
+    no_progress_bars,
+    read_pretrained,
+    without_dropout,
+)
 from rolecall.policy.pretrained import Dtype as Dtype
 from rolecall.policy.pretrained import LoadError as LoadError
 from rolecall.policy.tiny import tiny_model, tiny_tokenizer
@@ -70,14 +79,42 @@ def load(
     if name == "tiny":
         model, tokenizer = cast_weights(tiny_model(), DTYPES[dtype]), tiny_tokenizer()
     elif path.suffix == ".gguf":
-        model, tokenizer = _read_directory(str(_converted_gguf(path, cache_dir)), dtype, attention, False)
+        model, tokenizer = _read(str(_converted_gguf(path, cache_dir)), dtype, attention, False)
     elif name and path.is_dir():
-        model, tokenizer = _read_directory(str(path), dtype, attention, trust_remote_code)
+        model, tokenizer = _read(str(path), dtype, attention, trust_remote_code)
     elif path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise LoadError(f"model {name!r}: no such directory; give a model directory, a .gguf file, a hub id, or 'tiny'")
     else:
         model, tokenizer = _read(name, dtype, attention, trust_remote_code)
     return ready(model, tokenizer, name=name, gradient_checkpointing=gradient_checkpointing)
+
+
+def from_objects(
+    model: Any, tokenizer: Any, *, name: str, dtype: Dtype = "float32", gradient_checkpointing: bool = False
+) -> LoadedModel:
+    """A model object and its tokenizer, made ready for RL. The model is copied: the given one stays as it is."""
+    plain = model.get_base_model() if hasattr(model, "peft_config") else model
+    if not isinstance(plain, PreTrainedModel) or plain.get_output_embeddings() is None:
+        raise LoadError(f"a {type(model).__name__} is no causal language model of transformers: give one, or its name")
+    if not hasattr(tokenizer, "get_vocab"):
+        raise LoadError(f"a {type(tokenizer).__name__} is no tokenizer of transformers: give the model's own")
+    if plain is not model and (
+        list(model.peft_config) != ["default"] or model.peft_config["default"].peft_type != "LORA"
+    ):
+        raise LoadError("the model carries something else than one LoRA adapter called default: merge it first")
+    if getattr(plain, "is_quantized", False):
+        raise LoadError("the model is quantised already: give its name, and policy.quantize")
+    copied = cast_weights(copy.deepcopy(model).to("cpu"), DTYPES[dtype])
+    without_dropout(copied.config)
+    for module in copied.modules():
+        for key, value in vars(module).items():
+            if isinstance(value, float) and "dropout" in key:
+                setattr(module, key, 0.0)
+    loaded = ready(copied, tokenizer, name=name, gradient_checkpointing=gradient_checkpointing)
+    if plain is not model:
+        for key, parameter in copied.named_parameters():
+            parameter.requires_grad_("lora_" in key)
+    return loaded
 
 
 def ready(model: Any, tokenizer: Any, *, name: str, gradient_checkpointing: bool) -> LoadedModel:
@@ -107,7 +144,7 @@ def save(loaded: LoadedModel, directory: str | Path) -> None:
 
 
 def save_model(model: PreTrainedModel, directory: str | Path) -> None:
-    """Write config and safetensors. Who loads them to generate wants the cache that training turns off."""
+    """Write config and safetensors, with the cache on that training turns off: it is needed to generate."""
     model.config.use_cache = True
     try:
         with no_progress_bars():
@@ -207,30 +244,23 @@ def check_directory(directory: Path) -> None:
         raise LoadError(f"model {str(directory)!r}: its config.json cannot be read, copy it again ({error})") from error
 
 
-def _read_directory(
-    directory: str, dtype: Dtype, attention: Attention, trust_remote_code: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    check_directory(Path(directory))
-    return _read(directory, dtype, attention, trust_remote_code)
-
-
 def _check_hub(name: str) -> None:
     """Say at once that a model is not here and the hub cannot be reached, instead of after many tries."""
     try:
         known = isinstance(try_to_load_from_cache(name, "config.json"), str)
     except ValueError as error:  # no hub id at all
-        raise _not_had(name, _first_line(error)) from error
+        raise LoadError(_not_had(name, first_line(error))) from error
     if known or constants.HF_HUB_OFFLINE or getproxies():
         return
     host = urlsplit(constants.ENDPOINT).hostname
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
-        raise _not_had(name, f"{host}: {error.strerror}") from error
+        raise LoadError(_not_had(name, f"{host}: {error.strerror}")) from error
 
 
-def _not_had(name: str, why: str) -> LoadError:
-    return LoadError(
+def _not_had(name: str, why: str) -> str:
+    return (
         f"model {name!r} is neither 'tiny' nor a local directory or .gguf file, and cannot be had from the "
         f"Hugging Face hub; check the name and the connection ({why})"
     )
@@ -240,30 +270,22 @@ def _read(
     name: str, dtype: Dtype, attention: Attention, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     local = Path(name).is_dir()
-    if not local:
+    if local:
+        check_directory(Path(name))
+    else:
         _check_hub(name)
-    try:
+
+    def unreadable(why: str) -> str:
+        return f"model {name!r} cannot be read as a causal language model: {why}" if local else _not_had(name, why)
+
+    with load_errors(name, unreadable):
         model = read_pretrained(
             AutoModelForCausalLM, name, dtype=dtype, attention=attention, trust_remote_code=trust_remote_code
         )
-    except LoadError:
-        raise
-    except Exception as error:  # transformers builds what config.json says, wherever that leads
-        if refused_code(error):
-            raise brings_code(name) from error
-        if local:
-            raise LoadError(
-                f"model {name!r} cannot be read as a causal language model: {_first_line(error)}"
-            ) from error
-        raise _not_had(name, _first_line(error)) from error
-    try:
+    with load_errors(
+        name, lambda why: f"model {name!r}: its tokenizer cannot be read, add the tokenizer files ({why})"
+    ):
         return model, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        if refused_code(error):
-            raise brings_code(name) from error
-        raise LoadError(
-            f"model {name!r}: its tokenizer cannot be read, add the tokenizer files ({_first_line(error)})"
-        ) from error
 
 
 def _converted_gguf(path: Path, cache_dir: str | Path | None) -> Path:
@@ -275,11 +297,8 @@ def _converted_gguf(path: Path, cache_dir: str | Path | None) -> Path:
     target = cache_root(cache_dir) / "gguf" / digest
     if target.is_dir():
         return target
-    try:
-        with no_progress_bars():
-            model, tokenizer = read_gguf(path)
-    except Exception as error:  # a damaged file raises whatever its bytes lead to
-        raise LoadError(f"model {str(path)!r} cannot be read as GGUF: {_first_line(error)}") from error
+    with load_errors(str(path), lambda why: f"model {str(path)!r} cannot be read as GGUF: {why}"), no_progress_bars():
+        model, tokenizer = read_gguf(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f"{digest[:16]}-", dir=target.parent))
     try:
@@ -315,8 +334,3 @@ def _context_length(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
         if isinstance(table, torch.nn.Embedding) and isinstance(pad, int):
             length = min(length, table.num_embeddings - pad - 1)  # RoBERTa counts positions from its pad id on
     return length
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -57,11 +57,17 @@ def token_logprobs(
     Gradients reach `hidden`, `head_weight` and `bias`. `chunk` is the number of positions whose logits exist at a time.
     `kept` [n] are the tokens that could be drawn; None is the whole vocabulary.
     """
-    _check(hidden, head_weight, targets)
     head = Head(weight=head_weight, bias=bias, temperature=temperature, logit_scale=logit_scale, soft_cap=soft_cap)
-    return TokenScores(
-        *_TokenLogprobs.apply(hidden, head_weight, bias, targets, head, chunk or _chunk_for(head_weight), kept)
-    )
+    return token_scores(hidden, head, targets, chunk=chunk, kept=kept)
+
+
+def token_scores(
+    hidden: Hidden, head: Head, targets: Int[Tensor, "n"], *, chunk: int | None = None, kept: Supports | None = None
+) -> TokenScores:
+    """`token_logprobs` of a head."""
+    _check(hidden, head.weight, targets)
+    work = _Work(head, _chunks(len(targets), chunk or _chunk_for(head.weight)), kept)
+    return TokenScores(*_TokenLogprobs.apply(hidden, head.weight, head.bias, targets, work))
 
 
 def exact_token_kl(
@@ -75,8 +81,8 @@ def exact_token_kl(
 ) -> PerToken:
     """KL(pi || ref) over the whole vocabulary at each position, or over the `kept` tokens of both; gradients reach the
     policy, not the reference."""
-    size = chunk or _chunk_for(head.weight)
-    return _ExactKL.apply(hidden, head.weight, head.bias, ref_hidden, head, ref_head, size, kept)
+    work = _Work(head, _chunks(len(hidden), chunk or _chunk_for(head.weight)), kept)
+    return _ExactKL.apply(hidden, head.weight, head.bias, ref_hidden, ref_head, work)
 
 
 ChunkLoss = Callable[[Tensor, Tensor, Tensor | None, int, int], Tensor]
@@ -109,51 +115,47 @@ def fused_loss(
     position, one number or several.
     """
     _check(hidden, head.weight, targets)
-    spans = _spans(row_ends, chunk or _chunk_for(head.weight))
-    return FusedLoss(*_FusedLoss.apply(hidden, head.weight, head.bias, values, targets, head, loss, spans, kept))
+    work = _Work(head, _whole_rows(row_ends, chunk or _chunk_for(head.weight)), kept)
+    return FusedLoss(*_FusedLoss.apply(hidden, head.weight, head.bias, values, targets, loss, work))
+
+
+class _Work(NamedTuple):
+    """A head, and the positions that it goes over in parts."""
+
+    head: Head
+    spans: Sequence[slice]
+    kept: Supports | None
+
+    def parts(self) -> Iterator[tuple[slice, Supports | None]]:
+        """Each part of the positions, and the tokens that could be drawn there."""
+        for part in self.spans:
+            yield part, self.kept and self.kept[part]
 
 
 class _TokenLogprobs(Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        head: Head,
-        chunk: int,
-        kept: Supports | None,
-    ) -> Any:
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        logprobs, entropy = (torch.empty(len(targets), dtype=dtype, device=hidden.device) for _ in range(2))
-        lse, over = torch.empty_like(entropy), HeadPass(head)
-        for part in _chunks(len(targets), chunk):
-            found = over.score(over.raw(hidden[part]), targets[part], kept and kept[part])
-            logprobs[part], entropy[part], lse[part] = found
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, work: _Work
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, entropy, lse = (_per_token(hidden) for _ in range(3))
+        over = HeadPass(work.head)
+        for part, kept in work.parts():
+            logprobs[part], entropy[part], lse[part] = over.score(over.raw(hidden[part]), targets[part], kept)
         ctx.save_for_backward(hidden, targets, entropy, lse)
-        ctx.head, ctx.chunk, ctx.kept = head, chunk, kept
+        ctx.work = work
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:
         hidden, targets, entropy, lse = ctx.saved_tensors
-        head: Head = ctx.head
-        over = HeadPass(head)
-        grads = _HeadGradients(hidden, over, ctx.needs_input_grad[:3])
-        for part in _chunks(len(targets), ctx.chunk):
-            grad = over.gradient(
-                over.raw(hidden[part]),
-                targets[part],
-                lse[part],
-                entropy[part],
-                None if grad_logprobs is None else grad_logprobs[part],
-                None if grad_entropy is None else grad_entropy[part],
-                ctx.kept and ctx.kept[part],
-            )
-            grads.add(part, grad)
-        return grads.hidden, grads.weight, grads.bias, None, None, None, None
+        over = HeadPass(ctx.work.head)
+        grads = _HeadGradients(hidden, over, ctx.needs_input_grad)
+        for part, kept in ctx.work.parts():
+            about = targets[part], lse[part], entropy[part]
+            up, sideways = (None if grad is None else grad[part] for grad in (grad_logprobs, grad_entropy))
+            grads.add(part, over.gradient(over.raw(hidden[part]), *about, up, sideways, kept))
+        return *grads.found, None, None
 
 
 class _FusedLoss(Function):
@@ -165,42 +167,37 @@ class _FusedLoss(Function):
         bias: Tensor | None,
         values: Tensor | None,
         targets: Tensor,
-        head: Head,
         loss: ChunkLoss,
-        spans: list[slice],
-        kept: Supports | None,
-    ) -> Any:
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        logprobs, entropy = (torch.empty(len(targets), dtype=dtype, device=hidden.device) for _ in range(2))
-        over = HeadPass(head)
-        grads = _HeadGradients(hidden, over, ctx.needs_input_grad[:3])
+        work: _Work,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logprobs, entropy = (_per_token(hidden) for _ in range(2))
+        over = HeadPass(work.head)
+        grads = _HeadGradients(hidden, over, ctx.needs_input_grad)
         value_grad = None if values is None else torch.zeros_like(values)
-        total = torch.zeros((), dtype=dtype, device=hidden.device)
-        for part in spans:
-            logits, within = over.raw(hidden[part]), kept and kept[part]
-            logprobs[part], entropy[part], lse = over.score(logits, targets[part], within)
+        total = logprobs.new_zeros(())
+        for part, kept in work.parts():
+            logits = over.raw(hidden[part])
+            logprobs[part], entropy[part], lse = over.score(logits, targets[part], kept)
             leaves = [x[part].detach().clone().requires_grad_() for x in (logprobs, entropy, values) if x is not None]
             with torch.enable_grad():
                 part_loss = loss(leaves[0], leaves[1], leaves[2] if len(leaves) == 3 else None, part.start, part.stop)
             total += part_loss.detach()
             if not part_loss.requires_grad:
                 continue
-            by_leaf: tuple[Tensor | None, ...] = torch.autograd.grad(part_loss, leaves, allow_unused=True)
-            if value_grad is not None and by_leaf[2] is not None:
-                value_grad[part] = by_leaf[2]
-            if by_leaf[0] is not None or by_leaf[1] is not None:
-                grads.add(
-                    part, over.gradient(logits, targets[part], lse, entropy[part], by_leaf[0], by_leaf[1], within)
-                )
-        ctx.save_for_backward(grads.hidden, grads.weight, grads.bias, value_grad)
+            found: tuple[Tensor | None, ...] = torch.autograd.grad(part_loss, leaves, allow_unused=True)
+            up, sideways, *by_value = found
+            if value_grad is not None and by_value[0] is not None:
+                value_grad[part] = by_value[0]
+            if up is not None or sideways is not None:
+                grads.add(part, over.gradient(logits, targets[part], lse, entropy[part], up, sideways, kept))
+        ctx.save_for_backward(*grads.found, value_grad)
         ctx.mark_non_differentiable(logprobs, entropy)
         return total, logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
-        return *(None if g is None else (g if bool(grad == 1) else g * grad.to(g.dtype)) for g in ctx.saved_tensors), *(
-            [None] * 5
-        )
+        scaled = (g if g is None or bool(grad == 1) else g * grad.to(g.dtype) for g in ctx.saved_tensors)
+        return *scaled, None, None, None
 
 
 class _ExactKL(Function):
@@ -211,42 +208,42 @@ class _ExactKL(Function):
         weight: Tensor,
         bias: Tensor | None,
         ref_hidden: Tensor,
-        head: Head,
         ref_head: Head,
-        chunk: int,
-        kept: Supports | None,
+        work: _Work,
     ) -> Tensor:
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        kl = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
-        over, ref = HeadPass(head), HeadPass(ref_head)
-        for part in _chunks(len(hidden), chunk):
-            within = kept and kept[part]
-            logprobs = over.logits(hidden[part], within).log_softmax(-1)
-            gap = logprobs - ref.logits(ref_hidden[part], within).log_softmax(-1)
+        kl, over, ref = _per_token(hidden), HeadPass(work.head), HeadPass(ref_head)
+        for part, kept in work.parts():
+            _, logprobs, gap = _ExactKL.compared(over, ref, hidden[part], ref_hidden[part], kept)
             kl[part] = (logprobs.exp() * gap).sum(-1)
         ctx.save_for_backward(hidden, ref_hidden, kl)
-        ctx.head, ctx.ref_head, ctx.chunk, ctx.kept = head, ref_head, chunk, kept
+        ctx.work, ctx.ref_head = work, ref_head
         return kl
 
     @staticmethod
     def backward(ctx: Any, grad_kl: Tensor) -> Any:
         hidden, ref_hidden, kl = ctx.saved_tensors
-        head: Head = ctx.head
-        over, ref = HeadPass(head), HeadPass(ctx.ref_head)
-        grads = _HeadGradients(hidden, over, ctx.needs_input_grad[:3])
-        for part in _chunks(len(hidden), ctx.chunk):
-            within = ctx.kept and ctx.kept[part]
-            logits = over.logits(hidden[part], within)
-            logprobs = logits.log_softmax(-1)
-            gap = logprobs - ref.logits(ref_hidden[part], within).log_softmax(-1)
+        over, ref = HeadPass(ctx.work.head), HeadPass(ctx.ref_head)
+        grads = _HeadGradients(hidden, over, ctx.needs_input_grad)
+        for part, kept in ctx.work.parts():
+            logits, logprobs, gap = _ExactKL.compared(over, ref, hidden[part], ref_hidden[part], kept)
             # d KL / d z_j = p_j (log p_j - log q_j - KL)
             grad = gap.sub_(kl[part, None]).mul_(logprobs.exp_()).mul_(grad_kl[part, None])
-            grads.add(part, head.raw_gradient(grad, logits).to(over.dtype))
-        return grads.hidden, grads.weight, grads.bias, None, None, None, None, None
+            grads.add(part, over.head.raw_gradient(grad, logits).to(over.dtype))
+        return *grads.found, None, None, None
+
+    @staticmethod
+    def compared(
+        over: HeadPass, ref: HeadPass, hidden: Tensor, ref_hidden: Tensor, kept: Supports | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(logits, their log-probs, how far these are above the reference's)."""
+        logits = over.logits(hidden, kept)
+        logprobs = logits.log_softmax(-1)
+        return logits, logprobs, logprobs - ref.logits(ref_hidden, kept).log_softmax(-1)
 
 
 class _HeadGradients:
-    """Gradients of the hidden states, the head's weight and its bias, gathered chunk by chunk."""
+    """Gradients of the hidden states, the head's weight and its bias, gathered chunk by chunk. `wanted` begins with
+    whether each of these is."""
 
     def __init__(self, hidden: Tensor, over: HeadPass, wanted: Sequence[bool]) -> None:
         self._source, self._over, head = hidden, over, over.head
@@ -254,8 +251,13 @@ class _HeadGradients:
         self.weight = torch.zeros_like(head.weight) if wanted[1] else None
         self.bias = torch.zeros_like(head.bias) if wanted[2] and head.bias is not None else None
 
+    @property
+    def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of the hidden states, the weight and the bias."""
+        return self.hidden, self.weight, self.bias
+
     def add(self, part: slice, grad: Tensor) -> None:
-        """Add the chunk whose raw logits have this gradient, zeros behind it. Products are in the working dtype, sums in
+        """Add the chunk whose raw logits have this gradient, zeros after it. Products are in the working dtype, sums in
         the weight's."""
         with torch.autocast(grad.device.type, enabled=False):
             if self.hidden is not None:
@@ -275,12 +277,16 @@ def _chunk_for(weight: Tensor) -> int:
     return max(16, CHUNK_LOGITS // weight.shape[0])
 
 
-def _chunks(n: int, chunk: int) -> Iterator[slice]:
-    for start in range(0, n, chunk):
-        yield slice(start, min(start + chunk, n))
+def _per_token(hidden: Tensor) -> Tensor:
+    """[n], empty, in fp32; fp64 stays."""
+    return hidden.new_empty(len(hidden), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
 
 
-def _spans(row_ends: Sequence[int], chunk: int) -> list[slice]:
+def _chunks(n: int, chunk: int) -> list[slice]:
+    return [slice(start, min(start + chunk, n)) for start in range(0, n, chunk)]
+
+
+def _whole_rows(row_ends: Sequence[int], chunk: int) -> list[slice]:
     """Whole rows packed into spans of at most `chunk` positions (a longer row is a span of its own)."""
     spans, start, previous = [], 0, 0
     for end in row_ends:

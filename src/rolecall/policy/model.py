@@ -1,7 +1,7 @@
 """The module that is trained: a causal language model and, if there is one, its critic.
 
 Everything that touches weights happens inside `forward`, so that wrappers that gather or average them (DDP, FSDP) see it.
-Rows are right-padded and attention is causal, so padding behind a row changes nothing and no attention mask is needed.
+Rows are right-padded and attention is causal, so padding after a row changes nothing and no attention mask is needed.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from rolecall.policy.head_ops import Head
-from rolecall.policy.logprobs import exact_token_kl, fused_loss, token_logprobs
-from rolecall.policy.reading import logit_map
-from rolecall.policy.trunk import Trunk
+from rolecall.policy.logprobs import exact_token_kl, fused_loss, token_scores
+from rolecall.policy.reading import Trunk, logit_map
 from rolecall.types import Supports
 
 
@@ -28,7 +27,7 @@ class Outputs(NamedTuple):
     """The exact KL to the reference, if one was given to compare with."""
 
 
-class _Kept(NamedTuple):
+class _CachedForward(NamedTuple):
     """A pass through the trunks whose backward pass is still to come, and what it was of."""
 
     ids: Tensor
@@ -41,7 +40,6 @@ class _Kept(NamedTuple):
 
 RowLoss = Callable[[Outputs, slice], Tensor]
 """(outputs of some rows, which rows) -> a scalar, already divided by its denominators."""
-
 
 Against = Callable[[Tensor, Tensor, float], tuple[Tensor, Head]]
 """(ids, asked, temperature) -> `PolicyModel.read` of the reference."""
@@ -58,7 +56,7 @@ class PolicyModel(nn.Module):
         self.model, self.value_head, self.critic = model, value_head, critic
         logit_map(self._language_model())  # a model that cannot be trained is refused here, before anything is sampled
         self._policy_trunk: Trunk | None = None  # made when the model is on its device
-        self._kept: _Kept | None = None
+        self._kept: _CachedForward | None = None
 
     @property
     def has_values(self) -> bool:
@@ -91,62 +89,36 @@ class PolicyModel(nn.Module):
             picked, values = self._keep(ids, asked) if keep else self._pass(ids, asked)
         else:
             picked, values = self._taken(ids, asked) or self._pass(ids, asked)
-        head = self._head(temperature)
+        head = head_of(self._language_model(), temperature)
         kl = None if against is None else exact_token_kl(picked, head, *against(ids, asked, temperature), kept=kept)
         held = [x for x in (values, kl) if x is not None]
         beside = torch.stack(held, dim=1) if held else None
-
-        def unpick(x: Tensor, rows: slice) -> Tensor:
-            """[n] of some rows' wanted positions -> [rows, time]."""
-            place = nn.functional.pad(asked[rows], (1, 0))
-            return torch.zeros(place.shape, dtype=x.dtype, device=x.device).masked_scatter(place, x)
-
-        def outputs(logprobs: Tensor, entropy: Tensor, more: Tensor | None, rows: slice) -> Outputs:
-            columns = [] if more is None else [unpick(column, rows) for column in more.unbind(dim=1)]
-            spread = columns[0] if values is not None else None
-            return Outputs(unpick(logprobs, rows), unpick(entropy, rows), spread, columns[-1] if against else None)
-
-        everything = slice(0, len(ids))
+        spread = _Spread(asked, has_values=values is not None, has_kl=kl is not None)
         if loss is None:
-            scores = token_logprobs(
-                picked,
-                head.weight,
-                targets,
-                temperature=temperature,
-                bias=head.bias,
-                logit_scale=head.logit_scale,
-                soft_cap=head.soft_cap,
-                kept=kept,
-            )
-            return outputs(scores.logprobs, scores.entropy, beside, everything)
+            return spread(*token_scores(picked, head, targets, kept=kept), beside, slice(None))
 
         ends = asked.sum(dim=1).cumsum(0)
         row_of = {0: 0} | {int(end): row + 1 for row, end in enumerate(ends)}  # empty rows: the last of them wins
 
-        def chunk_loss(logprobs: Tensor, entropy: Tensor, part: Tensor | None, start: int, stop: int) -> Tensor:
+        def chunk_loss(logprobs: Tensor, entropy: Tensor, more: Tensor | None, start: int, stop: int) -> Tensor:
             rows = slice(row_of[start], row_of[stop])
-            return loss(outputs(logprobs, entropy, part, rows), rows)
+            return loss(spread(logprobs, entropy, more, rows), rows)
 
         fused = fused_loss(picked, head, targets, chunk_loss, row_ends=ends.tolist(), values=beside, kept=kept)
-        # A micro-batch in which nothing trains still reaches every parameter, with gradient 0 (DDP waits for all of them).
-        idle = (
-            0.0 * (picked.sum() + head.weight.sum() + (0 if beside is None else beside.sum()))
-            if not len(targets)
-            else 0.0
-        )
+        total = fused.loss
+        if not len(targets):
+            # A micro-batch in which nothing trains still reaches every parameter, with gradient 0 (DDP waits for them).
+            total = total + 0.0 * (picked.sum() + head.weight.sum() + (0 if beside is None else beside.sum()))
         known = None if beside is None else beside.detach()
-        return fused.loss + idle, outputs(fused.logprobs, fused.entropy, known, everything)
+        return total, spread(fused.logprobs, fused.entropy, known, slice(None))
 
     def read(self, ids: Tensor, asked: Tensor, temperature: float) -> tuple[Tensor, Head]:
         """(hidden states before the asked tokens, the head): what another policy is compared with. `asked` is
         [batch, time - 1], one entry per token but the first."""
-        return self._hidden(ids, asked), self._head(temperature)
+        return self._hidden(ids, asked), head_of(self._language_model(), temperature)
 
     def _language_model(self) -> Any:
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-
-    def _head(self, temperature: float) -> Head:
-        return head_of(self._language_model(), temperature)
 
     def _trunk(self) -> Trunk:
         if self._policy_trunk is None:
@@ -166,7 +138,7 @@ class PolicyModel(nn.Module):
         """A pass whose gradient is kept for the update that follows."""
         with torch.enable_grad():
             picked, values = self._pass(ids, asked)
-        self._kept = _Kept(ids, asked, picked, values, self._weights_changed())
+        self._kept = _CachedForward(ids, asked, picked, values, self._weights_changed())
         return picked.detach(), None if values is None else values.detach()
 
     def _taken(self, ids: Tensor, asked: Tensor) -> tuple[Tensor, Tensor | None] | None:
@@ -191,6 +163,22 @@ class PolicyModel(nn.Module):
         if self.critic is not None:
             return _wide(self.critic(ids, asked))
         return None
+
+
+class _Spread(NamedTuple):
+    """Puts numbers of the asked tokens in their places."""
+
+    asked: Tensor
+    """[batch, time - 1]."""
+    has_values: bool
+    has_kl: bool
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, more: Tensor | None, rows: slice) -> Outputs:
+        """From [n] of some rows' asked tokens; `more` [n, 0..2] holds values and KL."""
+        place = nn.functional.pad(self.asked[rows], (1, 0))
+        columns = (logprobs, entropy, *(() if more is None else more.unbind(dim=1)))
+        found = [torch.zeros(place.shape, dtype=x.dtype, device=x.device).masked_scatter(place, x) for x in columns]
+        return Outputs(found[0], found[1], found[2] if self.has_values else None, found[-1] if self.has_kl else None)
 
 
 def shares_prefixes(module: nn.Module) -> bool:

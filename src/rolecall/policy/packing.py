@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def right_padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """([rows, longest] ids with zeros behind the shorter rows, [rows] lengths)."""
+    """([rows, longest] ids with zeros after the shorter rows, [rows] lengths)."""
     lengths = torch.tensor([len(row) for row in rows])
     ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
     for i, row in enumerate(rows):
@@ -34,9 +34,9 @@ def micro_batches(lengths: Tensor, *, token_budget: int, groups: Tensor | None =
 
 
 def rounded_up(rows: int, dtype: torch.dtype) -> int:
-    """How many rows a product of so many rows should have, in the dtype it is computed in.
+    """The number of rows to which a product is filled up, in the dtype it is computed in.
 
-    oneDNN compiles bf16 products anew for every number of rows, which takes a millisecond and half a megabyte, and is
+    oneDNN compiles bf16 products again for every number of rows, which takes a millisecond and half a megabyte, and is
     slower where it is odd. So there are some thirty sizes between a number and its double, and at most a few percent
     are filled up.
     """

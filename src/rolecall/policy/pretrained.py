@@ -1,7 +1,7 @@
 """transformers' `from_pretrained` as training needs it: no dropout, no foreign code, no tensor that is not in the files."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -94,22 +94,32 @@ def own_memory(model: torch.nn.Module) -> None:
         parameter.data = parameter.data.clone()
 
 
-def refused_code(error: BaseException) -> bool:
-    """Whether transformers refused because the model brings code of its own."""
-    return "trust_remote_code" in str(error)
+@contextmanager
+def load_errors(name: str, sentence: Callable[[str], str]) -> Iterator[None]:
+    """What transformers raises while it builds what a model's files say, wherever that leads, as a LoadError with the
+    sentence for the first line of it."""
+    try:
+        yield
+    except LoadError:
+        raise
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise LoadError(
+                f"model {name!r} brings Python code of its own, which is not run: read it and, if you trust it, "
+                "give --policy.trust_remote_code"
+            ) from error
+        raise LoadError(sentence(first_line(error))) from error
 
 
-def brings_code(name: str) -> LoadError:
-    """The sentence for that."""
-    return LoadError(
-        f"model {name!r} brings Python code of its own, which is not run: read it and, if you trust it, "
-        "give --policy.trust_remote_code"
-    )
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type if it has none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
 
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Reading a model is not worth a progress bar on everybody's terminal."""
+    """No progress bars of transformers for the time of the `with`."""
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

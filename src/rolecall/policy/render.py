@@ -13,15 +13,19 @@ appended to them; where a template rewrites the past, that is said once and a ne
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from rolecall.maths.roles import Role
-
-Message = Mapping[str, Any]
-"""A message with "role" and "content", and whatever else the template knows (tool calls, a name)."""
+from rolecall.policy.chat_template import (
+    AnswerSpan,
+    ChatTemplate,
+    Message,
+    check_unicode,
+    common_length,
+    stop_ids_of,
+)
 
 Train = Literal["sampled", "assistant", "last_assistant"]
 
@@ -91,7 +95,7 @@ def render(
     messages = _with_system_prompt(messages, system_prompt)
     assistants = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     wanted = {"sampled": [], "assistant": assistants, "last_assistant": assistants[-1:]}[train]
-    template = _Template(tokenizer, chat_template_kwargs, stop_ids)
+    template = ChatTemplate(tokenizer, chat_template_kwargs, stop_ids)
     if observed_from is not None:
         return _render_observed(template, messages, observed_from)
     return _render_messages(template, messages, wanted, add_generation_prompt)
@@ -115,14 +119,14 @@ def render_pair(
     if isinstance(prompt, str) and isinstance(completion, str):
         if system_prompt is not None:
             raise ValueError("a system prompt needs messages: put it into the plain prompt text instead")
-        return _render_texts(tokenizer, prompt, completion, _stop_ids(tokenizer, stop_ids))
+        return _render_texts(tokenizer, prompt, completion, stop_ids_of(tokenizer, stop_ids))
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     before = _with_system_prompt(before, system_prompt)
     wanted = [len(before) + i for i, message in enumerate(answer) if message["role"] == "assistant"]
     if not wanted:
         raise ValueError("the completion holds no assistant message, so there is nothing to train on")
-    template = _Template(tokenizer, chat_template_kwargs, stop_ids)
+    template = ChatTemplate(tokenizer, chat_template_kwargs, stop_ids)
     return _render_messages(template, [*before, *answer], wanted, False)
 
 
@@ -149,7 +153,7 @@ def continue_conversation(
         raise ValueError("the history must end with the assistant message that was sampled last")
     if len(ids_so_far) != len(roles_so_far):
         raise ValueError(f"there are {len(ids_so_far)} ids so far but {len(roles_so_far)} roles; each id has one role")
-    template = _Template(tokenizer, chat_template_kwargs, stop_ids)
+    template = ChatTemplate(tokenizer, chat_template_kwargs, stop_ids)
     answer = template.answer(history, len(history) - 1)
     after = template.text([*history, *new_messages], True)
     if not (answer.follows_prompt and after.startswith(answer.text[: answer.end])):
@@ -157,7 +161,7 @@ def continue_conversation(
         return _new_sample(template, after, ids_so_far, roles_so_far)
     stopped = roles_so_far[-1] == Role.STOP
     tail_start = answer.end if stopped else answer.stop
-    # Encoded from the end of turn on, so that the text is split as it would be behind that token.
+    # Encoded from the end of turn on, so that the text is split as it would be after that token.
     ids, spans = template.encode(after[answer.stop :])
     roles = [int(Role.PROMPT)] * len(after)
     for first, last in template.contents(history, new_messages, after=after, offset=answer.end):
@@ -180,13 +184,13 @@ def prefix_preserving(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     stop_ids: Collection[int] | None = None,
 ) -> PrefixReport:
-    """Whether a conversation can go on behind its sampled answers, which is what `continue_conversation` needs.
+    """Whether a conversation can go on after its sampled answers, which is what `continue_conversation` needs.
 
     Each answer must follow its generation prompt, and stay as it is, to the end of its turn, when messages are added.
     The default conversation has two answers that think aloud, which some templates strip from the past.
     """
     messages = _PROBE if messages is None else messages
-    template = _Template(tokenizer, chat_template_kwargs, stop_ids)
+    template = ChatTemplate(tokenizer, chat_template_kwargs, stop_ids)
     for k, message in enumerate(messages):
         if message["role"] != "assistant" or k == 0:
             continue
@@ -201,7 +205,7 @@ def prefix_preserving(
 
 
 def _parting(message: int, before: str, after: str) -> PrefixReport:
-    at = _common(before, after)
+    at = common_length(before, after)
     return PrefixReport(preserved=False, message=message, before=before[at : at + 60], after=after[at : at + 60])
 
 
@@ -214,119 +218,9 @@ _PROBE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Answer:
-    """Where an assistant message stands in the text that ends with it, in characters."""
-
-    prompt: str
-    """What the model is given: the messages before, and the generation prompt."""
-    text: str
-    """The messages before and the answer."""
-    start: int
-    """Where the model would have begun to write: behind the generation prompt, as far as the text contains it."""
-    stop: int
-    """Start of the end-of-turn token."""
-    end: int
-    """End of it. Equal to `stop` if the template has none."""
-
-    @property
-    def follows_prompt(self) -> bool:
-        """False if the generation prompt holds something that the finished message lacks, such as a bare `<think>`."""
-        return self.start == len(self.prompt)
-
-
-class _Template:
-    """A tokenizer's chat template with the options it is rendered with."""
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        kwargs: Mapping[str, Any] | None,
-        stop_ids: Collection[int] | None,
-    ) -> None:
-        if not tokenizer.chat_template and "chat_template" not in (kwargs or {}):
-            raise ValueError(
-                "the tokenizer has no chat template, so messages cannot be rendered: give prompts as plain text, "
-                "or set tokenizer.chat_template"
-            )
-        if not tokenizer.is_fast:
-            raise ValueError("roles need the character span of each token, which only fast tokenizers know: use one")
-        self.tokenizer = tokenizer
-        self.kwargs = dict(kwargs or {})
-        if self.kwargs.get("tools") and _ignores_tools(
-            tokenizer, self.kwargs.get("chat_template"), str(tokenizer.chat_template)
-        ):
-            warnings.warn(
-                "the rows or the environment bring tools, but the model's chat template does not show them: the model is "
-                "not told which tools it has; use a model whose template does, or put them into the system message",
-                stacklevel=4,
-            )
-        self.stop_ids = frozenset(_stop_ids(tokenizer, stop_ids))
-
-    def text(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        """The conversation as text. No messages and no generation prompt is no text; some templates fail on it."""
-        if not messages and not add_generation_prompt:
-            return ""
-        return self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **self.kwargs,
-        )
-
-    def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of a rendered text and the span of characters each stands for."""
-        _check_unicode(text)
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return encoded["input_ids"], encoded["offset_mapping"]
-
-    def answer(self, messages: Sequence[Message], k: int) -> _Answer:
-        """Where messages[k] stands. Its turn ends with the first stop id behind what it says."""
-        prompt, text = self.text(messages[:k], True), self.text(messages[: k + 1], False)
-        start = _common(prompt, text)
-        content = messages[k].get("content")
-        content = content.strip() if isinstance(content, str) else ""
-        found = text.find(content, start)
-        behind = start if found < 0 else found + len(content)
-        ids, spans = self.encode(text[behind:])
-        stops = (span for i, span in zip(ids, spans, strict=True) if i in self.stop_ids)
-        # Without a stop id the turn ends with the content, or with the text where the template rewrote the content.
-        none = (0, 0) if found >= 0 else (len(text) - behind,) * 2
-        first, last = next(stops, none)
-        return _Answer(prompt=prompt, text=text, start=start, stop=behind + first, end=behind + last)
-
-    def contents(
-        self, history: Sequence[Message], new_messages: Sequence[Message], *, after: str, offset: int
-    ) -> list[tuple[int, int]]:
-        """[start, end) in characters of what each new message says.
-
-        Found by rendering once more with a marker in the place of each content. Where that does not line up (a template
-        that looks into the content), all of the new text counts as said.
-        """
-        markers = [f"\ue000{i}\ue001" for i in range(len(new_messages))]
-        marked = [{**message, "content": marker} for message, marker in zip(new_messages, markers, strict=True)]
-        shape = self.text([*history, *marked], True)
-        if not shape.startswith(after[:offset]):
-            return [(offset, len(after))]
-        spans, cursor, position = [], offset, offset
-        for message, marker in zip(new_messages, markers, strict=True):
-            at, content = shape.find(marker, cursor), message.get("content")
-            frame = shape[cursor:at]
-            if at < 0 or not isinstance(content, str) or not after.startswith(frame, position):
-                return [(offset, len(after))]
-            position += len(frame)
-            said = content if after.startswith(content, position) else content.strip()
-            if not after.startswith(said, position):
-                return [(offset, len(after))]
-            spans.append((position, position + len(said)))
-            position, cursor = position + len(said), at + len(marker)
-        return spans if after[position:] == shape[cursor:] else [(offset, len(after))]
-
-
 def _render_messages(
-    template: _Template, messages: Sequence[Message], wanted: Sequence[int], add_generation_prompt: bool | None
+    template: ChatTemplate, messages: Sequence[Message], wanted: Sequence[int], add_generation_prompt: bool | None
 ) -> Rendered:
-    """Encode the whole text once, then give each token the role of its first character."""
     if not messages:
         raise ValueError("there are no messages to render; give at least one")
     if add_generation_prompt is None:
@@ -343,26 +237,29 @@ def _render_messages(
         roles[answer.stop : answer.end] = [int(Role.STOP)] * (answer.end - answer.stop)
     if rewritten:
         _warn_rewritten(stacklevel=4)
+    return _with_roles(template, text, roles)
+
+
+def _render_observed(template: ChatTemplate, messages: Sequence[Message], first: int) -> Rendered:
+    """A prompt of which the messages from `first` on were heard, not given by the task."""
+    text, before = template.text(messages, True), template.text(messages[:first], False)
+    # Where the template does not keep the first messages apart, all that differs counts as heard.
+    offset = common_length(text, before)
+    roles = [int(Role.PROMPT)] * len(text)
+    for start, end in template.contents(messages[:first], messages[first:], after=text, offset=offset):
+        roles[start:end] = [int(Role.OBSERVATION)] * (end - start)
+    return _with_roles(template, text, roles)
+
+
+def _with_roles(template: ChatTemplate, text: str, roles: Sequence[int]) -> Rendered:
+    """The text encoded, each token with the role of its first character: a token that begins in the template and reaches
+    into an answer was not the model's to choose."""
     ids, spans = template.encode(text)
-    # A token that begins in the template and reaches into an answer was not the model's to choose.
     by_token = tuple(roles[start] if start < len(roles) else int(Role.PROMPT) for start, _ in spans)
     return Rendered(ids=tuple(ids), roles=by_token, turns=_runs(by_token))
 
 
-def _render_observed(template: _Template, messages: Sequence[Message], first: int) -> Rendered:
-    """A prompt of which the messages from `first` on were heard, not given by the task."""
-    text, before = template.text(messages, True), template.text(messages[:first], False)
-    # Where the template does not keep the first messages apart, all that differs counts as heard.
-    offset = _common(text, before)
-    roles = [int(Role.PROMPT)] * len(text)
-    for start, end in template.contents(messages[:first], messages[first:], after=text, offset=offset):
-        roles[start:end] = [int(Role.OBSERVATION)] * (end - start)
-    ids, spans = template.encode(text)
-    by_token = tuple(roles[start] if start < len(roles) else int(Role.PROMPT) for start, _ in spans)
-    return Rendered(ids=tuple(ids), roles=by_token)
-
-
-def _trainable_answer(template: _Template, messages: Sequence[Message], k: int) -> _Answer | None:
+def _trainable_answer(template: ChatTemplate, messages: Sequence[Message], k: int) -> AnswerSpan | None:
     """Where messages[k] stands, or None if with it already the messages before read differently.
 
     A generation prompt that opens what the finished message lacks counts as far as the two agree, with a warning.
@@ -371,7 +268,7 @@ def _trainable_answer(template: _Template, messages: Sequence[Message], k: int) 
         raise ValueError("the conversation begins with the assistant message to train on; it has to answer something")
     answer = template.answer(messages, k)
     if not answer.follows_prompt:
-        if answer.start < _common(template.text(messages[:k], False), answer.prompt):
+        if answer.start < common_length(template.text(messages[:k], False), answer.prompt):
             return None
         warnings.warn(
             f"the chat template's generation prompt ends in {answer.prompt[answer.start :]!r}, which the finished "
@@ -399,8 +296,8 @@ def _render_texts(
 
 def _encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     """Ids of a plain text with the tokenizer's own start token, but without an end token: the text goes on."""
-    _check_unicode(text)
-    # Who needs the ids to fit says so in a sentence of its own; the tokenizer's warning would come before it.
+    check_unicode(text)
+    # Callers that need the ids to fit say so themselves; the tokenizer's warning would come before that.
     ids = list(tokenizer(text, verbose=False)["input_ids"])
     if ids and ids[-1] == tokenizer.eos_token_id:
         bare = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -409,19 +306,10 @@ def _encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, 
     return tuple(ids)
 
 
-def _check_unicode(text: str) -> None:
-    """Raise ValueError for what JSON and Python can hold and no tokenizer can read."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = f"U+{ord(text[error.start]):04X}"
-        raise ValueError(f"it holds {half}, half of a surrogate pair, which is not valid Unicode") from error
-
-
-def _new_sample(template: _Template, text: str, ids_so_far: Sequence[int], roles_so_far: Sequence[int]) -> Rendered:
+def _new_sample(template: ChatTemplate, text: str, ids_so_far: Sequence[int], roles_so_far: Sequence[int]) -> Rendered:
     ids, _ = template.encode(text)
     prompt = next((i for i, role in enumerate(roles_so_far) if role != Role.PROMPT), len(roles_so_far))
-    same = _common(ids_so_far[:prompt], ids)
+    same = common_length(ids_so_far[:prompt], ids)
     roles = (int(Role.PROMPT),) * same + (int(Role.OBSERVATION),) * (len(ids) - same)
     return Rendered(ids=tuple(ids), roles=roles, new_sample=True)
 
@@ -434,36 +322,11 @@ def _warn_rewritten(*, stacklevel: int) -> None:
     )
 
 
-@lru_cache(maxsize=64)
-def _ignores_tools(tokenizer: PreTrainedTokenizerBase, template: str | None, own: str) -> bool:
-    """Whether a question reads the same with a tool and without. `template` takes the place of the tokenizer's own."""
-    tool = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"type": "object"}}}
-    question = [{"role": "user", "content": "?"}]
-    texts = []
-    for tools in (None, [tool]):
-        try:
-            texts.append(tokenizer.apply_chat_template(question, tokenize=False, tools=tools, chat_template=template))
-        except Exception:  # a template is a program of the model's author and may raise anything
-            return False
-    return texts[0] == texts[1]
-
-
 def _with_system_prompt(messages: Sequence[Message], system_prompt: str | None) -> list[Message]:
     """The messages with the system prompt in front, unless they bring their own."""
     if system_prompt is None or (messages and messages[0]["role"] == "system"):
         return list(messages)
     return [{"role": "system", "content": system_prompt}, *messages]
-
-
-def _stop_ids(tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int] | None) -> tuple[int, ...]:
-    if stop_ids is not None:
-        return tuple(stop_ids)
-    return () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
-
-
-def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How many leading elements agree."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _runs(roles: Sequence[int]) -> tuple[tuple[int, int], ...]:

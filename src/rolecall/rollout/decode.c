@@ -175,16 +175,6 @@ REGISTERS(bf16)
         }                                                                                                              \
     }                                                                                                                  \
                                                                                                                        \
-    /* out = silu(gate) * up from gate_up [rows, 2 width]. */                                                          \
-    void gated_##T(const T *restrict gate_up, T *restrict out, int64_t rows, int64_t width, int threads) {             \
-        _Pragma("omp parallel for schedule(static) num_threads(threads)")                                              \
-        for (int64_t r = 0; r < rows; r++)                                                                             \
-            for (int64_t d = 0; d < width; d++) {                                                                      \
-                float gate = get(gate_up + r * 2 * width + d), up = get(gate_up + r * 2 * width + width + d);          \
-                put(out + r * width + d, gate / (1 + expf(-gate)) * up);                                               \
-            }                                                                                                          \
-    }                                                                                                                  \
-                                                                                                                       \
     /* The token whose slice of the CDF holds u, and its log-prob, from logits [rows, vocab] times `sharpness`.        \
      * Sums over blocks of 256 are float, across blocks double, as in sampler.py. */                                   \
     void draw_##T(const T *logits, const double *u, int64_t *tokens, float *logprobs, int64_t rows, int64_t vocab,     \

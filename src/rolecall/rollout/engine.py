@@ -1,20 +1,21 @@
-"""What the rest of the library asks of an engine, and what every engine asks of its requests."""
+"""What the rest of the library requires of an engine, and what every engine requires of its requests."""
 
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from rolecall.rollout.stops import Answer, empty_answers
 from rolecall.types import Completion, Request, Sampling
 
 
 class Engine(Protocol):
     """Samples answers from one set of weights. Keeps no random state: see `Request`.
 
-    If it also has `release()`, that is called before an update and frees what the `load` after it brings anew.
+    If it also has `release()`, that is called before an update and frees what the `load` after it replaces.
     """
 
     version: int
@@ -22,7 +23,7 @@ class Engine(Protocol):
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """All answers, in the order of the requests and of their samples."""
-        ...
+        return in_order(requests, self.stream(requests))
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """The same answers, each as soon as it ends."""
@@ -35,6 +36,34 @@ class Engine(Protocol):
     def hash(self) -> str:
         """`weights_hash` of the weights the engine samples from."""
         ...
+
+
+class LocalEngine(Engine):
+    """What the engines that sample in this process share."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        stop_ids: Sequence[int],
+        context_length: int,
+        dtype: torch.dtype | None = None,
+        version: int = 0,
+        max_rows: int = 64,
+    ) -> None:
+        """`dtype` defaults to the model's; `max_rows` answers grow at a time."""
+        self.tokenizer, self.stop_ids, self.context_length = tokenizer, tuple(stop_ids), context_length
+        self.dtype = dtype or model.dtype
+        self.version, self.max_rows = version, max_rows
+
+    def _start(self, requests: Sequence[Request], *, vocabulary: int) -> list[list[Answer]]:
+        """The empty answers of each request, after a check of all of them."""
+        check_requests(requests, context_length=self.context_length, vocabulary=vocabulary)
+        return [
+            empty_answers(r, stop_ids=self.stop_ids, tokenizer=self.tokenizer, context_length=self.context_length)
+            for r in requests
+        ]
 
 
 def in_order(requests: Sequence[Request], completions: Iterable[Completion]) -> list[Completion]:

@@ -1,79 +1,49 @@
-"""The functions of decode.c, for the native engine."""
+"""The functions of decode.c, and the gate of flat.c, for the native engine."""
 
-import ctypes
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rolecall.policy.compiled import library, pointer, wanted
+from rolecall.policy import compiled
 
 _SOURCE = Path(__file__).with_name("decode.c")
-_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_FLAT = Path(compiled.__file__).with_name("flat.c")
 
 
-class Kernels:
+class DecodeKernels:
     """The compiled functions for one storage type. Tensors must be contiguous and on the CPU; `out` is returned."""
 
-    def __init__(self, functions: ctypes.CDLL, dtype: torch.dtype) -> None:
-        name = _NAMES[dtype]
-        self._attend, self._add_norm, self._gated, self._draw = (
-            getattr(functions, f"{function}_{name}") for function in ("attend", "add_norm", "gated", "draw")
-        )
+    def __init__(self, functions: compiled.Kernels, flat: compiled.Kernels, dtype: torch.dtype) -> None:
+        self._call, self._flat_call, self._dtype = functions.call, flat.call, dtype
 
     def attend(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, *, out: Tensor
     ) -> Tensor:
         """Rotate, store the new key and value of each row in its slot, attend. `out` is [rows, heads x width]."""
-        rows, (_, kv, room, width) = len(qkv), keys.shape
-        heads = out.shape[1] // width
-        self._attend(
-            *(pointer(t) for t in (qkv, cos, sin, keys, values, lengths, out)),
-            *(ctypes.c_int64(n) for n in (rows, heads, kv, width, room)),
-            ctypes.c_float(width**-0.5),
-            torch.get_num_threads(),
-        )
+        _, kv, room, width = keys.shape
+        sizes = (len(qkv), out.shape[1] // width, kv, width, room)
+        self._call("attend", self._dtype, (qkv, cos, sin, keys, values, lengths, out), sizes, width**-0.5)
         return out
 
     def add_norm(self, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, *, out: Tensor) -> Tensor:
         """Add to x in place, and norm it into `out`."""
-        self._add_norm(
-            pointer(x),
-            None if added is None else pointer(added),
-            pointer(weight),
-            pointer(out),
-            ctypes.c_int64(x.shape[0]),
-            ctypes.c_int64(x.shape[1]),
-            ctypes.c_float(eps),
-            torch.get_num_threads(),
-        )
+        self._call("add_norm", self._dtype, (x, added, weight, out), x.shape, eps)
         return out
 
     def gated(self, gate_up: Tensor, *, out: Tensor) -> Tensor:
         """silu(gate) * up."""
-        rows, width = out.shape
-        self._gated(
-            pointer(gate_up), pointer(out), ctypes.c_int64(rows), ctypes.c_int64(width), torch.get_num_threads()
-        )
+        self._flat_call("gate", self._dtype, (gate_up, out), out.shape)
         return out
 
     def draw(self, logits: Tensor, u: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Tokens and their log-probs; a token is -1 where the logits are not finite."""
-        tokens = torch.empty(len(logits), dtype=torch.int64)
-        logprobs = torch.empty(len(logits))
-        self._draw(
-            *(pointer(t) for t in (logits, u, tokens, logprobs)),
-            ctypes.c_int64(logits.shape[0]),
-            ctypes.c_int64(logits.shape[1]),
-            ctypes.c_float(1.0 / temperature),
-            torch.get_num_threads(),
-        )
+        tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+        self._call("draw", self._dtype, (logits, u, tokens, logprobs), logits.shape, 1.0 / temperature)
         return tokens, logprobs
 
 
-def kernels_for(dtype: torch.dtype) -> Kernels | None:
+def kernels_for(dtype: torch.dtype) -> DecodeKernels | None:
     """The kernels for weights of this dtype; None where there are none."""
-    if dtype not in _NAMES or not wanted():
-        return None
-    found = library(_SOURCE)
-    return None if found is None else Kernels(found, dtype)
+    own, flat = compiled.kernels(_SOURCE, dtype), compiled.kernels(_FLAT, dtype)
+    return None if own is None or flat is None else DecodeKernels(own, flat, dtype)

@@ -40,8 +40,6 @@ static void in_large_pages(char *begin, int64_t bytes) { /* fewer page walks; ma
 #define VECTOR_bf16 __m512i
 
 #define LINEAR(T, get, put)                                                                                            \
-    int fits_##T(void) { return 1; }                                                                                   \
-                                                                                                                       \
     /* W [n, k] as panels; the columns beyond n are 0. */                                                              \
     void pack_##T(const T *restrict w, T *restrict packed, int64_t n, int64_t k, int threads) {                        \
         int64_t panels = (n + COLUMNS - 1) / COLUMNS;                                                                  \
@@ -110,10 +108,5 @@ static void in_large_pages(char *begin, int64_t bytes) { /* fewer page walks; ma
 LINEAR(f32, get_f32, put_f32)
 #ifdef __AVX512BF16__
 LINEAR(bf16, get_bf16, put_bf16)
-#else
-int fits_bf16(void) { return 0; }
 #endif
-#else
-int fits_f32(void) { return 0; }
-int fits_bf16(void) { return 0; }
 #endif

@@ -20,8 +20,14 @@ from rolecall.policy.attend_ops import Segments, attend_into
 from rolecall.policy.families import unsupported
 from rolecall.policy.flat_ops import rotated
 from rolecall.rollout.engine import check_weights, weights_hash
-from rolecall.rollout.kernels import Kernels, kernels_for
+from rolecall.rollout.kernels import DecodeKernels, kernels_for
 from rolecall.rollout.linear import Linear
+
+Attend = Callable[[int, Tensor, Any], Tensor]
+"""(layer, qkv [rows, ...], out) -> what each token gathers [rows, heads x width], in `out` where there is one."""
+
+RoomFor = Callable[[str | int, int, int], Any]
+"""(name, rows, width) -> memory to write to, or None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,9 +47,8 @@ class Layer:
 class KVCache:
     """Keys and values of `slots` sequences of up to `length` tokens, all layers."""
 
-    def __init__(self, *, layers: int, slots: int, heads: int, length: int, width: int, dtype: torch.dtype) -> None:
-        self.slots, self.length = slots, length
-        self.data = torch.zeros(layers, 2, slots, heads, length, width, dtype=dtype)
+    def __init__(self, data: Float[Tensor, "layers 2 slots heads length width"]) -> None:
+        self.data, self.slots, self.length = data, data.shape[2], data.shape[4]
 
     def put(self, slot: int, kv: Float[Tensor, "layers 2 heads time width"]) -> None:
         """Write a prefix into a slot."""
@@ -128,14 +133,10 @@ class LlamaDecoder:
 
     def cache(self, *, slots: int, length: int) -> KVCache:
         """An empty cache for this model."""
-        return KVCache(
-            layers=self.layer_count,
-            slots=slots,
-            heads=self.kv_heads,
-            length=length,
-            width=self.head_dim,
-            dtype=self.dtype,
-        )
+        return KVCache(torch.zeros(self._kv_shape(slots, length), dtype=self.dtype))
+
+    def _kv_shape(self, rows: int, time: int) -> tuple[int, ...]:
+        return self.layer_count, 2, rows, self.kv_heads, time, self.head_dim
 
     def bytes_per_token(self) -> int:
         """What one token of one sequence takes in a cache."""
@@ -152,82 +153,113 @@ class LlamaDecoder:
         """Feed one token to each of the first rows of the cache, `lengths` tokens long so far; hidden states after it,
         valid until the next step.
         """
-        if self.kernels is not None:
-            return self._step_compiled(tokens, lengths, cache, self.kernels)
-        rows, reach = len(tokens), int(lengths.max()) + 1
+        kernels = self.kernels
+        if kernels is None:
+            return self._run(self.embedding[tokens], self._step_attention(lengths, cache), _TORCH, _no_room)
+        cos, sin = (x.float().contiguous() for x in self._rotation(lengths))
+
+        def attend(layer: int, qkv: Tensor, out: Tensor) -> Tensor:
+            return kernels.attend(qkv, cos, sin, cache.data[layer, 0], cache.data[layer, 1], lengths, out=out)
+
+        return self._run(self.embedding[tokens], attend, kernels, self._room)
+
+    def prefill(
+        self, ids: Int[Tensor, "rows time"], past: Float[Tensor, "layers 2 rows heads start width"] | None = None
+    ) -> tuple[Float[Tensor, "rows time width"], Float[Tensor, "layers 2 rows heads time width"]]:
+        """Hidden states and keys/values of whole prompts, right-padded (causal, so padding after them changes nothing).
+
+        With `past`, rows that go on from cached prefixes of one length. Compiled, a row's numbers do not depend on the
+        rows beside it.
+        """
+        rows, time = ids.shape
+        x, kept = self.embedding[ids.flatten()], torch.empty(self._kv_shape(rows, time), dtype=self.dtype)
+        if past is not None or self.kernels is None:
+            hidden = self._run(x, self._prefill_attention(rows, time, kept, past), _TORCH, _no_room)
+            return hidden.view(rows, time, -1), kept
+        cos, sin = (t.float().repeat(rows, 1) for t in self._rotation(torch.arange(time)))
+        segments = Segments.of_rows(rows, time)
+
+        def attend(layer: int, qkv: Tensor, out: Tensor) -> Tensor:
+            rotated(qkv, cos, sin, self.heads + self.kv_heads, 1.0)
+            kv = qkv.view(rows, time, -1, self.head_dim)[:, :, self.heads :].transpose(1, 2)
+            kept[layer, 0], kept[layer, 1] = kv[:, : self.kv_heads], kv[:, self.kv_heads :]
+            attend_into(out, qkv, segments, heads=self.heads, kv_heads=self.kv_heads)
+            return out
+
+        def room(name: str | int, rows: int, width: int) -> Tensor:  # a step's hidden states may be in use
+            return torch.empty(rows, width, dtype=self.dtype)
+
+        return self._run(x, attend, self.kernels, room).view(rows, time, -1), kept
+
+    def _run(self, x: Tensor, attend: Attend, ops: "DecodeKernels | _TorchOps", room_for: RoomFor) -> Tensor:
+        """All layers over x [rows, width], which is overwritten, without allocating in the loop if there is room."""
+        rows, width, middle = *x.shape, self.layers[0].down.in_features
+        room = {n: room_for(n, rows, n) for n in {self.layers[0].qkv.out_features, 2 * middle}}
+        mixed_room, gated_room = room_for("mixed", rows, self.heads * self.head_dim), room_for("gated", rows, middle)
+        normed_room, added_room = room_for("normed", rows, width), room_for("added", rows, width)
+        normed = ops.add_norm(x, None, self.layers[0].input_norm, self.eps, out=normed_room)
+        for i, layer in enumerate(self.layers):
+            qkv = layer.qkv(normed, room[layer.qkv.out_features])
+            if layer.query_norm is not None and layer.key_norm is not None:
+                qkv = self._with_normed_heads(qkv, layer.query_norm, layer.key_norm)
+            added = layer.out(attend(i, qkv, mixed_room), added_room)
+            normed = ops.add_norm(x, added, layer.post_norm, self.eps, out=normed_room)
+            gated = ops.gated(layer.gate_up(normed, room[2 * middle]), out=gated_room)
+            after = self.layers[i + 1].input_norm if i + 1 < self.layer_count else self.norm
+            normed = ops.add_norm(x, layer.down(gated, added_room), after, self.eps, out=normed_room)
+        return normed
+
+    def _step_attention(self, lengths: Tensor, cache: KVCache) -> Attend:
+        """One token's attention in torch."""
+        rows, reach = len(lengths), int(lengths.max()) + 1
         index = torch.arange(rows)
         hole = torch.arange(reach) > lengths[:, None]
         mask = torch.zeros(rows, 1, reach).masked_fill_(hole[:, None], -torch.inf) if bool(hole.any()) else None
-        cos, sin = self._rotation(lengths)
+        cos, sin = (x[:, None, None] for x in self._rotation(lengths))
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, qkv: Tensor, out: None) -> Tensor:
+            q, k, v = self._turned(qkv.view(rows, 1, -1, self.head_dim), cos, sin)
             keys, values = cache.data[layer, 0], cache.data[layer, 1]
             keys[index, :, lengths] = k.squeeze(1)
             values[index, :, lengths] = v.squeeze(1)
             # In fp32: as exact as fused attention, and bf16 products of a part of a cache are slow.
             keys, values = (x[:rows, :, :reach].flatten(0, 1).to(wide) for x in (keys, values))
             # Queries that share a key head are the rows of one small product.
-            grouped = q.view(rows * self.kv_heads, -1, self.head_dim).to(wide)
+            grouped = q.reshape(rows * self.kv_heads, -1, self.head_dim).to(wide)
             scores = torch.bmm(grouped, keys.transpose(1, 2)).view(rows, self.heads, reach).mul_(self.head_dim**-0.5)
             if mask is not None:
                 scores.add_(mask)
             weights = scores.softmax(-1).view(rows * self.kv_heads, -1, reach)
-            return torch.bmm(weights, values).to(q.dtype).view(rows, 1, -1)
+            return torch.bmm(weights, values).to(q.dtype).view(rows, -1)
 
-        return self._run(self.embedding[tokens][:, None], cos[:, None], sin[:, None], attend).squeeze(1)
+        return attend
 
-    def _step_compiled(self, tokens: Tensor, lengths: Tensor, cache: KVCache, kernels: Kernels) -> Tensor:
-        """`step` with everything between the matrix products in compiled code, without allocating in the loop."""
-        cos, sin = (x.float().contiguous() for x in self._rotation(lengths))
+    def _prefill_attention(self, rows: int, time: int, kept: Tensor, past: Tensor | None) -> Attend:
+        """A prompt's attention in torch, which also fills `kept`."""
+        start = 0 if past is None else past.shape[4]
+        cos, sin = (x[:, None] for x in self._rotation(torch.arange(start, start + time)))
+        seen = None if past is None else torch.arange(start + time) <= torch.arange(start, start + time)[:, None]
 
-        def attend(layer: int, qkv: Tensor, out: Tensor) -> None:
-            kernels.attend(qkv, cos, sin, cache.data[layer, 0], cache.data[layer, 1], lengths, out=out)
+        def attend(layer: int, qkv: Tensor, out: None) -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in self._turned(qkv.view(rows, time, -1, self.head_dim), cos, sin))
+            kept[layer, 0], kept[layer, 1] = k, v
+            if past is not None:
+                k, v = torch.cat([past[layer, 0], k], 2), torch.cat([past[layer, 1], v], 2)
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=seen, is_causal=past is None, enable_gqa=self.heads != self.kv_heads
+            )
+            return mixed.transpose(1, 2).reshape(rows * time, -1)
 
-        return self._run_compiled(self.embedding[tokens], attend, kernels, self._room)
+        return attend
 
-    def _prefill_compiled(self, ids: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
-        """`prefill` of whole prompts in the same way; a row's numbers do not depend on the rows beside it."""
-        rows, time = ids.shape
-        cos, sin = (x.float().repeat(rows, 1) for x in self._rotation(torch.arange(time)))
-        kept = torch.empty(self.layer_count, 2, rows, self.kv_heads, time, self.head_dim, dtype=self.dtype)
-        segments = Segments.of_rows(rows, time)
-
-        def attend(layer: int, qkv: Tensor, out: Tensor) -> None:
-            rotated(qkv, cos, sin, self.heads + self.kv_heads, 1.0)
-            kv = qkv.view(rows, time, -1, self.head_dim)[:, :, self.heads :].transpose(1, 2)
-            kept[layer, 0], kept[layer, 1] = kv[:, : self.kv_heads], kv[:, self.kv_heads :]
-            attend_into(out, qkv, segments, heads=self.heads, kv_heads=self.kv_heads)
-
-        def room(name: str | int, rows: int, width: int) -> Tensor:  # a step's hidden states may be in use
-            return torch.empty(rows, width, dtype=self.dtype)
-
-        hidden = self._run_compiled(self.embedding[ids.flatten()], attend, kernels, room)
-        return hidden.view(rows, time, -1), kept
-
-    def _run_compiled(
-        self,
-        x: Tensor,
-        attend: Callable[[int, Tensor, Tensor], None],
-        kernels: Kernels,
-        room_for: Callable[[str | int, int, int], Tensor],
-    ) -> Tensor:
-        """All layers over x [rows, width], which is overwritten; `attend(layer, qkv, out)` fills `out`."""
-        rows, width, middle = *x.shape, self.layers[0].down.in_features
-        room = {n: room_for(n, rows, n) for n in {self.layers[0].qkv.out_features, 2 * middle}}
-        mixed, gated = room_for("mixed", rows, self.heads * self.head_dim), room_for("gated", rows, middle)
-        normed, added = room_for("normed", rows, width), room_for("added", rows, width)
-        kernels.add_norm(x, None, self.layers[0].input_norm, self.eps, out=normed)
-        for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(normed, room[layer.qkv.out_features])
-            if layer.query_norm is not None and layer.key_norm is not None:
-                qkv = self._with_normed_heads(qkv, layer.query_norm, layer.key_norm)
-            attend(i, qkv, mixed)
-            kernels.add_norm(x, layer.out(mixed, added), layer.post_norm, self.eps, out=normed)
-            kernels.gated(layer.gate_up(normed, room[2 * middle]), out=gated)
-            after = self.layers[i + 1].input_norm if i + 1 < self.layer_count else self.norm
-            kernels.add_norm(x, layer.down(gated, added), after, self.eps, out=normed)
-        return normed
+    def _turned(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [rows, time, heads, width], with (a, b) -> (a cos - b sin, b cos + a sin) on the two
+        halves of each query and key."""
+        turned, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+        a, b = turned.chunk(2, dim=-1)
+        q, k = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).split([self.heads, self.kv_heads], dim=2)
+        return q, k, v
 
     def _room(self, name: str | int, rows: int, width: int) -> Tensor:
         """[rows, width] that is written to again and again: fresh memory costs more than what is done with it."""
@@ -240,59 +272,7 @@ class LlamaDecoder:
         """qkv [rows, ...] with queries and keys normed per head (Qwen3)."""
         heads = qkv.view(len(qkv), -1, self.head_dim)
         q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        return torch.cat([self._normed(q, query_norm), self._normed(k, key_norm), v], dim=1).flatten(1)
-
-    def prefill(
-        self, ids: Int[Tensor, "rows time"], past: Float[Tensor, "layers 2 rows heads start width"] | None = None
-    ) -> tuple[Float[Tensor, "rows time width"], Float[Tensor, "layers 2 rows heads time width"]]:
-        """Hidden states and keys/values of whole prompts, right-padded (causal, so padding behind changes nothing).
-
-        With `past`, rows that go on from cached prefixes of one length.
-        """
-        if past is None and self.kernels is not None:
-            return self._prefill_compiled(ids, self.kernels)
-        rows, time = ids.shape
-        start = 0 if past is None else past.shape[4]
-        cos, sin = self._rotation(torch.arange(start, start + time))
-        kept = torch.empty(self.layer_count, 2, rows, self.kv_heads, time, self.head_dim, dtype=self.dtype)
-        behind = None
-        if past is not None:
-            behind = torch.arange(start + time) <= torch.arange(start, start + time)[:, None]
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            kept[layer, 0], kept[layer, 1] = k, v
-            if past is not None:
-                k, v = torch.cat([past[layer, 0], k], 2), torch.cat([past[layer, 1], v], 2)
-            mixed = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=behind, is_causal=past is None, enable_gqa=self.heads != self.kv_heads
-            )
-            return mixed.transpose(1, 2).reshape(rows, time, -1)
-
-        return self._run(self.embedding[ids], cos, sin, attend), kept
-
-    def _run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Any) -> Tensor:
-        """All layers over x [rows, time, width]; cos and sin broadcast over heads."""
-        rows, time, _ = x.shape
-        cos, sin = cos[..., None, :], sin[..., None, :]
-        turned = self.heads + self.kv_heads
-        for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(self._normed(x, layer.input_norm)).view(rows, time, -1, self.head_dim)
-            q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
-            if layer.query_norm is not None and layer.key_norm is not None:
-                q, k = self._normed(q, layer.query_norm), self._normed(k, layer.key_norm)
-                q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-            else:
-                q, k = _rotated(qkv[:, :, :turned], cos, sin).split([self.heads, self.kv_heads], dim=2)
-            x = x + layer.out(attend(i, q.contiguous() if time == 1 else q, k, v))
-            gate, up = layer.gate_up(self._normed(x, layer.post_norm)).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate) * up)
-        return self._normed(x, self.norm)
-
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        if x.dtype in (torch.float32, torch.float64):
-            return F.rms_norm(x, weight.shape, weight, self.eps)
-        return weight * F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype)
+        return torch.cat([_normed(q, query_norm, self.eps), _normed(k, key_norm, self.eps), v], dim=1).flatten(1)
 
     def _rotation(self, positions: Int[Tensor, "n"]) -> tuple[Tensor, Tensor]:
         """cos and sin [n, head_dim / 2] of the rotary angles at these positions."""
@@ -304,7 +284,27 @@ class LlamaDecoder:
         return cos, sin
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the two halves of each head's vector: (a, b) -> (a cos - b sin, b cos + a sin)."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+def _no_room(name: str | int, rows: int, width: int) -> None:
+    return None
+
+
+class _TorchOps:
+    """The functions of `DecodeKernels` in torch. What they return counts; there is no `out`."""
+
+    def add_norm(self, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, *, out: Tensor | None) -> Tensor:
+        """Add to x in place, and norm it."""
+        return _normed(x if added is None else x.add_(added), weight, eps)
+
+    def gated(self, gate_up: Tensor, *, out: Tensor | None) -> Tensor:
+        """silu(gate) * up."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.dtype in (torch.float32, torch.float64):
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return weight * F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype)
+
+
+_TORCH = _TorchOps()

@@ -7,75 +7,46 @@ tokens only.
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rolecall.rollout.engine import check_requests, in_order
+from rolecall.rollout.engine import LocalEngine
 from rolecall.rollout.llama import KVCache, LlamaDecoder
-from rolecall.rollout.sampler import Drawn, draw, row_keys, uniforms
-from rolecall.rollout.stops import StopRule
-from rolecall.types import Completion, Finish, Request
+from rolecall.rollout.sampler import Drawn, draw, uniforms
+from rolecall.rollout.stops import Answer
+from rolecall.types import Completion, Request
 
 _PREFILL_TOKENS = 4096
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """A request that waits, its prefilled state once there is one, and how many samples were let in."""
+    """A request with answers that wait to be let in, and its prefilled state once there is one."""
 
     request: Request
-    stops: StopRule
+    waiting: deque[Answer]
     length: int
-    keys: list[int]
-    started: int = 0
     kv: Tensor | None = None
     hidden: Tensor | None = None
 
 
-@dataclass(slots=True)
-class _Row:
-    """An answer in the making; its place in the list is its slot in the cache."""
+class NativeEngine(LocalEngine):
+    """Samples from a copy of the model's weights in its dtype. An answer's place in `rows` is its slot in the cache."""
 
-    prompt: _Prompt
-    sample: int
-    key: int
-    length: int
-    """Tokens in the cache."""
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    supports: list[bytes] = field(default_factory=list)
-    """Only where the request's sampling records them."""
-
-
-class NativeEngine:
-    """Samples from a copy of the model's weights in `dtype`. See `rollout.engine.Engine`."""
-
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        *,
-        stop_ids: Sequence[int],
-        context_length: int,
-        dtype: torch.dtype | None = None,
-        version: int = 0,
-        max_rows: int = 64,
-        cache_bytes: int = 2 * 2**30,
-    ) -> None:
-        """`max_rows` answers grow at a time, fewer if their cache would take more than `cache_bytes`."""
-        self.tokenizer = tokenizer
-        self.stop_ids = tuple(stop_ids)
-        self.context_length = context_length
-        self.max_rows, self.cache_bytes = max_rows, cache_bytes
-        self._decoder = LlamaDecoder(model, dtype=dtype or model.dtype)
+    def __init__(self, model: Any, tokenizer: Any, *, cache_bytes: int = 2 * 2**30, **settings: Any) -> None:
+        """`settings` as in `LocalEngine`; fewer answers grow at a time if their cache would exceed `cache_bytes`."""
+        super().__init__(model, tokenizer, **settings)
+        self.cache_bytes = cache_bytes
+        self._decoder = LlamaDecoder(model, dtype=self.dtype)
         self._cache: KVCache | None = None
         self._loads = 0
         self._conversations: OrderedDict[str, tuple[tuple[int, ...], Tensor]] = OrderedDict()
-        self.load(dict(model.named_parameters()), version)
+        self.load(dict(model.named_parameters()), self.version)
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Take new weights. What was cached under the old ones is dropped."""
@@ -85,7 +56,7 @@ class NativeEngine:
         self.version = version
 
     def release(self) -> None:
-        """Free weights and caches; the next `load` brings them anew."""
+        """Free weights and caches until the next `load`."""
         self._decoder.release()
         self._loads += 1  # a stream that is not at its end cannot go on
         self._cache = None
@@ -95,41 +66,35 @@ class NativeEngine:
         """The fingerprint of the weights in use."""
         return self._hash
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """All answers, in the order of the requests and of their samples."""
-        return in_order(requests, self.stream(requests))
-
     @torch.inference_mode()
     def stream(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Answers as they end. Other calls may be made between them, except `load`."""
-        check_requests(requests, context_length=self.context_length, vocabulary=self._decoder.vocabulary)
-        waiting = deque(
-            _Prompt(r, StopRule.of(r.sampling, self.stop_ids, self.tokenizer), len(r.prompt_ids), _keys(r))
-            for r in requests
-        )
+        answers = self._start(requests, vocabulary=self._decoder.vocabulary)
+        waiting = deque(_Prompt(r, deque(a), len(r.prompt_ids)) for r, a in zip(requests, answers, strict=True))
         if not waiting:
             return
         if not self._decoder.layers:
-            raise RuntimeError("the engine's weights were released; load some before asking it for answers")
+            raise RuntimeError("the engine's weights were released; load some before requesting answers")
         loads, cache, slots = self._loads, *self._cache_for(requests)
-        rows: list[_Row] = []
+        rows: list[Answer] = []
         hidden = self._admit(waiting, rows, cache, slots)
         while rows:
             drawn = self._draw(rows, hidden)
-            ended = self._extend(rows, drawn)
-            for slot, finish in reversed(ended):
-                yield self._leave(rows, slot, finish, cache)
+            supports = drawn.supports or repeat(None)
+            tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
+            for row, token, logprob, support in zip(rows, tokens, logprobs, supports, strict=False):
+                row.add(token, logprob, support)
+            for slot in reversed(range(len(rows))):
+                if rows[slot].finish is not None:
+                    yield self._leave(rows, slot, cache)
             if self._loads != loads:
                 raise RuntimeError(
                     "new weights were loaded while answers of the old ones were growing; read the stream to its end first"
                 )
             hidden = hidden[:0]
             if rows:
-                tokens = torch.tensor([row.ids[-1] for row in rows])
-                lengths = torch.tensor([row.length for row in rows])
-                hidden = self._decoder.step(tokens, lengths, cache)
-                for row in rows:
-                    row.length += 1
+                last, lengths = ([row.ids[-1] for row in rows], [row.length - 1 for row in rows])
+                hidden = self._decoder.step(torch.tensor(last), torch.tensor(lengths), cache)
             hidden = torch.cat([hidden, self._admit(waiting, rows, cache, slots)])
         self._cache = cache  # not after an error, which may leave NaN in it
 
@@ -148,25 +113,19 @@ class NativeEngine:
             cache = self._decoder.cache(slots=slots, length=length)
         return cache, slots
 
-    def _admit(self, waiting: deque[_Prompt], rows: list[_Row], cache: KVCache, slots: int) -> Tensor:
+    def _admit(self, waiting: deque[_Prompt], rows: list[Answer], cache: KVCache, slots: int) -> Tensor:
         """Let waiting samples into free slots; the hidden states to draw their first tokens from, in order."""
         new: list[Tensor] = []
-        free = slots - len(rows)
-        self._prefill(waiting, free)
-        while waiting and free:
+        self._prefill(waiting, slots - len(rows))
+        while waiting and len(rows) < slots:
             prompt = waiting[0]
             assert prompt.kv is not None
             assert prompt.hidden is not None
-            request = prompt.request
-            sample = request.first_sample + prompt.started
             cache.put(len(rows), prompt.kv)
-            rows.append(_Row(prompt=prompt, sample=sample, key=prompt.keys[prompt.started], length=prompt.length))
+            rows.append(prompt.waiting.popleft())
             new.append(prompt.hidden)
-            prompt.started += 1
-            free -= 1
-            if prompt.started == request.n:
+            if not prompt.waiting:
                 waiting.popleft()
-                prompt.kv = None
         return torch.stack(new) if new else self._decoder.embedding[:0]
 
     def _prefill(self, waiting: deque[_Prompt], free: int) -> None:
@@ -175,7 +134,7 @@ class NativeEngine:
         for prompt in waiting:
             if free <= 0:
                 break
-            free -= prompt.request.n - prompt.started
+            free -= len(prompt.waiting)
             if prompt.kv is None:
                 past = self._known(prompt)
                 wanted.setdefault(0 if past is None else past.shape[3], []).append((prompt, past))
@@ -210,72 +169,41 @@ class NativeEngine:
         shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), prompt.length - 1))
         return past[:, :, :, :shared] if shared else None
 
-    def _draw(self, rows: list[_Row], hidden: Tensor) -> Drawn:
+    def _draw(self, rows: list[Answer], hidden: Tensor) -> Drawn:
         """The next token of every row, each by its own settings and its own random number; like rows together."""
         logits = self._decoder.logits(hidden)
         keys = np.array([row.key for row in rows], dtype=np.uint64)
         positions = np.array([row.length for row in rows])
         u = torch.from_numpy(uniforms(keys, positions))
-        settings = [row.prompt.request.sampling for row in rows]
+        settings = [row.request.sampling for row in rows]
         kinds = [(s.temperature, s.top_k, s.top_p, s.min_p, s.logprobs) for s in settings]
         if len(set(kinds)) == 1:
             return draw(logits, settings[0], u, kernels=self._decoder.kernels)
-        tokens, logprobs = torch.zeros(len(rows), dtype=torch.long), torch.zeros(len(rows))
+        tokens, logprobs = torch.zeros(len(rows), dtype=torch.long), torch.zeros(len(rows), dtype=torch.float64)
         supports = [b""] * len(rows)
         for kind in dict.fromkeys(kinds):
             index = torch.tensor([i for i, other in enumerate(kinds) if other == kind])
             sampling = settings[int(index[0])]
             drawn = draw(logits[index], sampling, u[index], kernels=self._decoder.kernels)
-            tokens[index], logprobs[index] = drawn.tokens, drawn.logprobs
+            tokens[index], logprobs[index] = drawn.tokens, drawn.logprobs.double()
             for i, ids in zip(index.tolist(), drawn.supports or (), strict=False):
                 supports[i] = ids
         return Drawn(tokens, logprobs, supports)
 
-    def _extend(self, rows: list[_Row], drawn: Drawn) -> list[tuple[int, Finish]]:
-        """Append the drawn tokens; the slots that ended with them, and why."""
-        ended: list[tuple[int, Finish]] = []
-        tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
-        for slot, (row, token, logprob) in enumerate(zip(rows, tokens, logprobs, strict=True)):
-            row.ids.append(token)
-            row.logprobs.append(logprob)
-            if row.prompt.request.sampling.records_support:
-                assert drawn.supports is not None
-                row.supports.append(drawn.supports[slot])
-            full = row.prompt.length + len(row.ids) >= self.context_length
-            finish = row.prompt.stops.finish(row.ids, full=full)
-            if finish is not None:
-                ended.append((slot, finish))
-        return ended
-
-    def _leave(self, rows: list[_Row], slot: int, finish: Finish, cache: KVCache) -> Completion:
-        """Take a finished row out; the last row moves into its slot."""
+    def _leave(self, rows: list[Answer], slot: int, cache: KVCache) -> Completion:
+        """Take a finished row out; the last row moves into its slot. The cache lacks each row's last token."""
         row = rows[slot]
-        request = row.prompt.request
-        if request.conversation is not None:
-            known = (*request.prompt_ids, *row.ids)[: row.length]
-            self._conversations[request.conversation] = (known, cache.get(slot, row.length))
+        if row.request.conversation is not None:
+            known = (*row.request.prompt_ids, *row.ids[:-1])
+            self._conversations[row.request.conversation] = (known, cache.get(slot, len(known)))
             self._forget()
         last = rows.pop()
         if slot < len(rows):
-            cache.move(len(rows), slot, last.length)
+            cache.move(len(rows), slot, last.length - 1)
             rows[slot] = last
-        return Completion(
-            ids=tuple(row.ids),
-            behaviour_logprobs=tuple(row.logprobs),
-            finish=finish,
-            policy_version=self.version,
-            prompt=request.prompt,
-            sample=row.sample,
-            seed=request.seed,
-            supports=tuple(row.supports) if request.sampling.records_support else None,
-        )
+        return row.completion(self.version)
 
     def _forget(self) -> None:
         """Drop the conversations that went longest without a turn while they take more room than the cache may."""
         while sum(kv.nbytes for _, kv in self._conversations.values()) > self.cache_bytes:
             self._conversations.popitem(last=False)
-
-
-def _keys(r: Request) -> list[int]:
-    keys: list[int] = row_keys(r.seed, r.step, r.prompt, range(r.first_sample, r.first_sample + r.n)).tolist()
-    return keys

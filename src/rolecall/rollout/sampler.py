@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rolecall.rollout.kernels import Kernels
+from rolecall.rollout.kernels import DecodeKernels
 from rolecall.types import Sampling
 
 _BLOCK = 256
@@ -49,7 +49,11 @@ class Drawn(NamedTuple):
 
 
 def draw(
-    logits: Float[Tensor, "rows vocab"], sampling: Sampling, u: Float[Tensor, "rows"], *, kernels: Kernels | None = None
+    logits: Float[Tensor, "rows vocab"],
+    sampling: Sampling,
+    u: Float[Tensor, "rows"],
+    *,
+    kernels: DecodeKernels | None = None,
 ) -> Drawn:
     """One token per row: the most likely one at temperature 0, else the one whose slice of the CDF holds u.
 

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rolecall.rollout.engine import check_numbers, in_order, weights_hash
+from rolecall.rollout.engine import Engine, check_numbers, weights_hash
 from rolecall.types import Completion, Finish, Request
 
 Script = Callable[[Request, int], Sequence[int]]
 """(request, sample number) -> the ids of the answer, its stop token included."""
 
 
-class ScriptedEngine:
+class ScriptedEngine(Engine):
     """Replays given answers. An answer that ends with a stop id finished by itself, any other was cut off."""
 
     def __init__(
@@ -37,10 +37,6 @@ class ScriptedEngine:
     def hash(self) -> str:
         """The fingerprint of the weights that were last loaded."""
         return self._hash
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """All answers, in the order of the requests and of their samples."""
-        return in_order(requests, self.stream(requests))
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """The scripted answers, cut to max_new_tokens."""

@@ -1,9 +1,10 @@
-"""When an answer ends."""
+"""An answer in the making, and when it ends."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from rolecall.types import Finish, Sampling
+from rolecall.rollout.sampler import row_keys
+from rolecall.types import Completion, Finish, Request, Sampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,14 +23,12 @@ class StopRule:
         """The rule for these settings on a model with these stop ids."""
         if sampling.stop_strings and tokenizer is None:
             raise ValueError("stop_strings need a tokenizer to read the text with; give the engine one")
-        own = stop_ids if sampling.stop_ids is None else sampling.stop_ids
-        longest = max((len(s.encode()) for s in sampling.stop_strings), default=0)
         return cls(
-            stop_ids=frozenset(own),
+            stop_ids=frozenset(stop_ids if sampling.stop_ids is None else sampling.stop_ids),
             stop_strings=sampling.stop_strings,
             max_new_tokens=sampling.max_new_tokens,
             tokenizer=tokenizer,
-            tail=longest + 8,
+            tail=8 + max((len(s.encode()) for s in sampling.stop_strings), default=0),
         )
 
     def finish(self, ids: list[int], *, full: bool) -> Finish | None:
@@ -45,3 +44,67 @@ class StopRule:
         # it hold none: the answer would have ended there.
         text = self.tokenizer.decode(ids[-self.tail :], clean_up_tokenization_spaces=False)
         return any(s in text for s in self.stop_strings)
+
+
+@dataclass(kw_only=True, slots=True)
+class Answer:
+    """An answer in the making."""
+
+    request: Request
+    sample: int
+    key: int
+    """Its key of random numbers."""
+    stops: StopRule
+    context_length: int
+    length: int
+    """Tokens so far, the prompt included: the position of the next one."""
+    supports: list[bytes] | None
+    """None unless the request's sampling records them."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: Finish | None = None
+    """Why it ended; None while it grows."""
+
+    def add(self, token: int, logprob: float, support: bytes | None) -> None:
+        """Append a token, which may end the answer."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        if self.supports is not None:
+            assert support is not None
+            self.supports.append(support)
+        self.length += 1
+        self.finish = self.stops.finish(self.ids, full=self.length >= self.context_length)
+
+    def completion(self, version: int) -> Completion:
+        """The finished answer of weights of this version."""
+        assert self.finish is not None
+        return Completion(
+            ids=tuple(self.ids),
+            behaviour_logprobs=tuple(self.logprobs),
+            finish=self.finish,
+            policy_version=version,
+            prompt=self.request.prompt,
+            sample=self.sample,
+            seed=self.request.seed,
+            supports=None if self.supports is None else tuple(self.supports),
+        )
+
+
+def empty_answers(request: Request, *, stop_ids: tuple[int, ...], tokenizer: Any, context_length: int) -> list[Answer]:
+    """The answers of a request, before their first tokens."""
+    stops = StopRule.of(request.sampling, stop_ids, tokenizer)
+    samples = range(request.first_sample, request.first_sample + request.n)
+    return [
+        Answer(
+            request=request,
+            sample=sample,
+            key=key,
+            stops=stops,
+            context_length=context_length,
+            length=len(request.prompt_ids),
+            supports=[] if request.sampling.records_support else None,
+        )
+        for sample, key in zip(
+            samples, row_keys(request.seed, request.step, request.prompt, samples).tolist(), strict=True
+        )
+    ]
