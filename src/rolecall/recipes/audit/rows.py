@@ -80,7 +80,7 @@ def look_at_prompts(setup: Setup) -> Prompts:
 def check_prompts(setup: Setup, prompts: Prompts) -> Finding:
     """Whether every prompt can be put to the model."""
     check, rows = "prompts", setup.rows
-    if not setup.policy.has_chat_template and setup.conversational:
+    if not setup.template and setup.conversational:
         return skipped(check, "prompts are messages and the model has no chat template")
     if prompts.broken:
         index, why = next(iter(prompts.broken.items()))
