@@ -83,6 +83,7 @@ def test_recorded_episodes_are_read_like_any_other_record(finished):
     path = finished / "mappo" / "rollouts" / "step-000004.parquet"
     rollouts = read_rollouts(path)
     assert rollouts.step == 4
+    assert {t.policy_version for t in rollouts.trajectories} == {3}, "of the weights before the step's update"
     assert len(rollouts.trajectories) == 4 * 2, "a row for each episode and agent"
     assert {t.agent for t in rollouts.trajectories} == {"player_0", "player_1"}
     for row in pq.read_table(path).to_pylist():
