@@ -12,6 +12,7 @@ from resume_driver import differing
 
 import rolecall
 from rolecall.cli import main
+from rolecall.config.marl import MARLOptions
 from rolecall.errors import UserError
 from rolecall.experience.store import read_rollouts
 from rolecall.marl.nets import load_agents
@@ -53,6 +54,8 @@ def test_a_run_leaves_metrics_evaluations_and_agents(finished, algo):
     steps = [line for line in lines(run) if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, marl_driver.STEPS + 1))
     assert all(line["grad_norm"] > 0 and line["skipped"] == 0 for line in steps)
+    optimizer_steps = {"qmix": 2, "mappo": MARLOptions().ppo.epochs * 2}  # updates; epochs of two mini-batches
+    assert steps[-1]["optimizer_steps"] == optimizer_steps[algo]
     assert [line["step"] for line in lines(run) if "eval_return" in line] == [0, 3, 6, 8]
     if algo == "qmix":
         epsilon = [line["epsilon"] for line in steps]

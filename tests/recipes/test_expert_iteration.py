@@ -141,6 +141,14 @@ def test_numbers_and_the_record(tmp_path):
     assert held.batch.scores[:7].tolist() == [0.5, 0.5, 0.5, 0.5, 1.0, 2.0, 1.0]
 
 
+def test_a_prompt_counts_as_kept_by_its_own_answers():
+    learner = learner_of(uneven, keep="best", threshold=1.0)
+    found = learner.collect(0)
+    learner.update(found)
+    assert found.kept == [5]
+    assert learner.metrics()["kept/prompts"] == 1 / 2
+
+
 def test_an_answer_that_was_broken_off_is_never_kept():
     learner = learner_of()
     (group, *_) = learner.collect(0).groups

@@ -349,10 +349,15 @@ def test_groups_are_never_older_or_more_used_than_they_may_be():
 # -- corrections -------------------------------------------------------------------------------------------------
 
 
-def test_weights_outside_the_band_are_truncated_or_taken_out_and_stay_in_the_denominator():
+def test_weights_outside_the_band_are_truncated_or_taken_out_and_stay_in_the_denominator(tmp_path):
     base = {"replay.share": 0.5, "algorithm.aggregate": "token-mean", "algorithm.old_logprobs": "recompute"}
     made = learner(**base, **{"replay.weights": "mask", "replay.weights_low": 0.9, "replay.weights_high": 1.1})
-    run(made, 3)
+    with RunDir(tmp_path, "run") as opened:
+        made.watches.append(Records(opened, made.options, model=made.engine.hash, tokenizer="bytes"))
+        run(made, 3)
+    recorded = [row.weights for row in read_updates(tmp_path / "run" / "updates" / "step-000003.parquet")]
+    assert {w for row in recorded for w in row[~row.isnan()].tolist()} == {0.0, 1.0}
+    made.watches.pop()
     rollout = made.collect(3)
     weights = rollout.replay.batch.weights
     mask = trained(rollout.replay.batch)
