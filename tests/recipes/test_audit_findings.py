@@ -343,7 +343,7 @@ DEMONSTRATIONS = {
     "demonstrations": {"rows": [messages("0+1=", "1", "1+1=", "2"), messages("2+1=", "3")]},
     "demonstrations of text": {"rows": shown("1", "2")},
     "demonstrations without the stop": {"rows": shown("1", "2"), "train_stop": False},
-    "demonstrations that are too long": {"rows": shown("1" * 30, "2" * 40, "3"), "max_length": 20},
+    "demonstrations that are too long": {"rows": shown("1" * 40, "2" * 30, "3"), "max_length": 20},
     "one in twenty is too long": {"rows": shown("1" * 17, *map(str, range(2, 21))), "max_length": 20},
     "all are too long": {"rows": shown("1" * 30, "2" * 40), "max_length": 20},
     "empty demonstrations": {"rows": shown("", "2", "")},
