@@ -27,7 +27,7 @@ _SPACES = re.compile(r"(\s|\\[nrt])+")  # in JSON, where a line break is a backs
 class Prompts:
     """What the prompts are like, by row number."""
 
-    rows: int = 0
+    rows: int
     """How many were looked at."""
     ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """The tokens of the first ones that can be rendered."""
