@@ -37,6 +37,8 @@ _C_FILES = {
     "rollout/decode.c": "rollout/kernels.py",
 }
 """Where each C file's functions are called."""
+_IN_WORKERS = dict.fromkeys(("calling.py", "math_verifier.py", "sources.py", "verifiers.py", "worker.py"), "pool.py")
+"""Of rewards/: files whose functions run in walled-off workers, which record nothing; and who calls those."""
 
 
 class State:
@@ -109,6 +111,8 @@ def tests_for(mutant: Mutant, lines: Lines, users: dict[str, set[str]], source: 
     else:
         first, where = next((f, name) for f, last, name in spans(source) if f <= mutant.line <= last)
         found = lines.tests_at(f"{mutant.file}::{where}", mutant.line - first)
+    if mutant.file.startswith("rolecall/rewards/") and (caller := _IN_WORKERS.get(mutant.file.split("/")[-1])):
+        found += lines.tests_of_file(f"rolecall/rewards/{caller}")
     return _ordered(list(dict.fromkeys(found)) or lines.tests_of_file(mutant.file), lines.seconds)
 
 

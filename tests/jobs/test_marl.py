@@ -12,6 +12,7 @@ from resume_driver import differing
 
 import rolecall
 from rolecall.cli import main
+from rolecall.config.marl import MARLOptions
 from rolecall.errors import UserError
 from rolecall.experience.store import read_rollouts
 from rolecall.marl.nets import load_agents
@@ -53,6 +54,8 @@ def test_a_run_leaves_metrics_evaluations_and_agents(finished, algo):
     steps = [line for line in lines(run) if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, marl_driver.STEPS + 1))
     assert all(line["grad_norm"] > 0 and line["skipped"] == 0 for line in steps)
+    optimizer_steps = {"qmix": 2, "mappo": MARLOptions().ppo.epochs * 2}  # updates; epochs of two mini-batches
+    assert steps[-1]["optimizer_steps"] == optimizer_steps[algo]
     assert [line["step"] for line in lines(run) if "eval_return" in line] == [0, 3, 6, 8]
     if algo == "qmix":
         epsilon = [line["epsilon"] for line in steps]
@@ -83,6 +86,7 @@ def test_recorded_episodes_are_read_like_any_other_record(finished):
     path = finished / "mappo" / "rollouts" / "step-000004.parquet"
     rollouts = read_rollouts(path)
     assert rollouts.step == 4
+    assert {t.policy_version for t in rollouts.trajectories} == {3}, "of the weights before the step's update"
     assert len(rollouts.trajectories) == 4 * 2, "a row for each episode and agent"
     assert {t.agent for t in rollouts.trajectories} == {"player_0", "player_1"}
     for row in pq.read_table(path).to_pylist():

@@ -23,8 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from rolecall.policy import load as load_module
 from rolecall.policy.heads import RewardModel
-from rolecall.policy.load import LoadError, load, save, stop_ids
-from rolecall.policy.objects import from_objects
+from rolecall.policy.load import LoadError, from_objects, load, save, stop_ids
 from rolecall.policy.pretrained import without_dropout
 from rolecall.policy.tiny import PAD_ID, TURN_END_ID, tiny_model, tiny_tokenizer
 

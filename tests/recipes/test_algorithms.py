@@ -73,6 +73,19 @@ def test_grpo_scales_by_group_batch_or_not_at_all():
         torch.testing.assert_close(batch.advantages[:4, 3], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_an_answer_without_a_score_is_left_out_of_means_and_deviations(scale):
+    learner = learner_of(
+        small(**{"algorithm.scale": scale}),
+        lambda s: None if s.sample_index == 3 else SCORES[s.sample_index] + s.prompt_index,
+        script=lambda request, sample: ANSWERS[sample],
+    )
+    known, groups = torch.tensor([*SCORES[:3], *(score + 1 for score in SCORES[:3])]), torch.arange(6) // 3
+    expected = adv.grpo(known, groups, scale=None if scale == "none" else scale)
+    rows = torch.tensor([0, 1, 2, 4, 5, 6])
+    torch.testing.assert_close(learner.collect(0).batch.advantages[rows, 3], expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(("baseline", "expected"), [("none", 0.0), ("mean", 0.375), ("prompt", 0.375), ("ema", 0.0)])
 def test_reinforce_subtracts_its_baseline(baseline, expected):
     batch = scripted(small("reinforce", **{"algorithm.baseline": baseline})).collect(0).batch
@@ -91,8 +104,10 @@ def test_statistics_of_the_batch_are_over_all_ranks():
         AlgorithmOptions(scale="batch"),
         AlgorithmOptions(name="ppo", critic="shared", whiten_rewards=True),
     ):
-        expected = algorithm_of(options, Knobs()).advantage(whole)
-        first = in_step(lambda i, all_sum, o=options: algorithm_of(o, Knobs(all_sum=all_sum)).advantage(halves[i]))
+        expected = algorithm_of(options, Knobs(max_new_tokens=4)).advantage(whole)
+        first = in_step(
+            lambda i, all_sum, o=options: algorithm_of(o, Knobs(max_new_tokens=4, all_sum=all_sum)).advantage(halves[i])
+        )
         for whole_part, parts in zip(_tuple(expected), zip(*map(_tuple, first), strict=True), strict=True):
             torch.testing.assert_close(torch.cat(parts), whole_part, rtol=1e-5, atol=1e-5)
 
@@ -135,7 +150,7 @@ def test_the_norm_is_the_longest_answer_unless_given():
 def test_a_term_that_needs_what_was_not_computed_says_so():
     batch = scripted(small()).collect(0).batch
     zeros = torch.zeros(batch.ids.shape)
-    loss = algorithm_of(AlgorithmOptions(kl_coef=0.1), Knobs(kl_coef=0.1)).loss
+    loss = algorithm_of(AlgorithmOptions(kl_coef=0.1), Knobs(max_new_tokens=4, kl_coef=0.1)).loss
     with pytest.raises(ValueError, match="not computed"):
         loss(Outputs(zeros, zeros, None), batch)
 
@@ -144,7 +159,7 @@ def test_what_is_optimised_is_what_the_options_name():
     batch = scripted(small("ppo", **{"samples": 4, "algorithm.entropy_coef": 0.3})).collect(0).batch
     zeros = torch.zeros(batch.ids.shape)
     options = AlgorithmOptions(name="ppo", critic="shared", entropy_coef=0.3, vf_coef=0.2)
-    terms = algorithm_of(options, Knobs(entropy_coef=0.3)).loss(Outputs(zeros, zeros, zeros), batch)
+    terms = algorithm_of(options, Knobs(max_new_tokens=4, entropy_coef=0.3)).loss(Outputs(zeros, zeros, zeros), batch)
     assert {name: term.coef for name, term in terms.items()} == {"policy": 1.0, "value": 0.2, "entropy": -0.3}
     assert need(batch.returns).shape == batch.ids.shape
 

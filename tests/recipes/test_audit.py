@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import rolecall
 from rolecall.policy.tiny import byte_characters
 from rolecall.recipes.audit import Finding, Level, without_consequences
-from rolecall.recipes.audit.tokens import encoded, is_text, share
+from rolecall.recipes.audit.tokens import encoded, is_text, quoted, share
 
 DOC = Path(__file__).parents[2] / "docs" / "audit.md"
 QUICK = {"groups": 2, "samples": 2, "sampling.max_new_tokens": 4}
@@ -106,6 +106,11 @@ def test_tokens_that_are_text_and_such_that_are_not(tmp_path):
 
 def test_a_share_of_nothing():
     assert share(0, 0) == "0 of 0 (0%)"
+
+
+def test_a_long_text_is_cut_to_a_line():
+    assert quoted("a" * 60) == repr("a" * 60)
+    assert quoted("a" * 61) == repr("a" * 59 + "…")
 
 
 def test_every_check_is_documented_and_nothing_else(tmp_path):

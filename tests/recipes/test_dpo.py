@@ -90,6 +90,18 @@ def test_micro_batches_do_not_matter():
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-7, atol=1e-10, msg=name)
 
 
+@pytest.mark.parametrize(("budget", "rows"), [(20, [2, 2, 2]), (32, [2, 4]), (56, [4, 2]), (84, [6])])
+def test_both_sides_of_a_pair_count_against_the_token_budget(monkeypatch, budget, rows):
+    """The longer sides have 14, 8 and 6 tokens, which is also what the shorter ones are filled up to."""
+    learner, _ = learner_of(**{"optim.token_budget": budget})
+    seen, logprobs = [], learner._logprobs
+    monkeypatch.setattr(
+        learner, "_logprobs", lambda batch, rows, mask: seen.append(len(rows)) or logprobs(batch, rows, mask)
+    )
+    learner.update(learner.collect(0))
+    assert seen == rows
+
+
 def test_policy_equal_to_the_reference_has_loss_log_2_and_no_margin():
     learner, policy = learner_of()
     with torch.no_grad():

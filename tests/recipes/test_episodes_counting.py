@@ -77,7 +77,7 @@ def advantages_of(trajectories, scores, numbers, algorithm):
     """The advantages at eligible positions, in the order of the episodes."""
     joined, batch = with_numbers(trajectories, scores, numbers, algorithm)
     whole = joined.batch(batch)
-    made = algorithm_of(algorithm, Knobs(kl_coef=algorithm.kl_coef)).advantage(whole)
+    made = algorithm_of(algorithm, Knobs(max_new_tokens=4, kl_coef=algorithm.kl_coef)).advantage(whole)
     made = made[0] if isinstance(made, tuple) else made
     made = made[:, None].expand(whole.ids.shape) if made.dim() == 1 else made
     return made[TrainRule().eligible(whole.roles)]

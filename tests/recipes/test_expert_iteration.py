@@ -23,6 +23,7 @@ from rolecall.train.optim import make_optimizer
 from rolecall.train.rundir import RunDir
 from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
+from rolecall.types import Finish
 
 A, B = ord("a"), ord("b")
 ANSWERS = [(A, STOP), (A, B, STOP), (A, STOP), (B, B, B, B)]
@@ -98,18 +99,63 @@ def test_where_nothing_is_good_enough_the_policy_stays():
     assert learner.metrics()["kept/answers"] == 0
 
 
+def uneven(sample):
+    """The first prompt's answers are all too bad; the second's are as above, but the last has no score."""
+    return 0.5 if sample.prompt_index == 0 else {**SCORES, "bbbb": None}[sample.completion]
+
+
 def test_numbers_and_the_record(tmp_path):
-    learner = learner_of()
+    learner = learner_of(uneven, **{"save.rollouts": 1})
     with RunDir(tmp_path, "run") as run:
         learner.run = run
-        learner.update(learner.collect(0))
-    m = learner.metrics()
-    assert m["reward"] == pytest.approx(4.5 / 4)
-    assert (m["kept/answers"], m["kept/share"], m["kept/prompts"], m["kept/reward"]) == (4, 0.5, 1.0, 1.5)
-    assert unknown(set(m), "Expert iteration") == set()
-    held = read_rollouts(tmp_path / "run" / "rollouts" / "step-000001.parquet")
-    assert [d.extras["kept"] for d in held.details] == [True, True, False, False] * 2
-    assert held.batch.scores.tolist() == [1.0, 2.0, 1.0, 0.5] * 2
+        found = [learner.collect(step) for step in range(2)]
+        learner.update(found[1])
+        assert [path.name for path in run.rollouts.iterdir()] == ["step-000002.parquet"]
+        held = read_rollouts(run.rollouts / "step-000002.parquet")
+    m = dict(learner.metrics())
+    trained = {name: m.pop(name) for name in ("loss", "grad_norm", "entropy")}
+    assert min(trained.values()) > 0
+    assert m == {
+        "reward": pytest.approx((4 * 0.5 + 1 + 2 + 1) / 7),
+        "rewards/plain/mean": pytest.approx((4 * 0.5 + 1 + 2 + 1) / 7),
+        "rewards/failed": 1 / 8,
+        "kept/answers": 2,
+        "kept/share": 2 / 8,
+        "kept/prompts": 1 / 2,
+        "kept/reward": 1.5,
+        "completions/mean_length": (2 + 3 + 2 + 4) / 4,
+        "completions/clipped_ratio": 1 / 4,
+        "num_tokens": 8 * 3 + 2 * 11,
+        "learning_rate": pytest.approx(1e-3),
+        "skipped": 0,
+        "optimizer_steps": 1,
+        "policy_version": 1,
+        "records_lost": 0,
+    }
+    assert learner.explain() == f"reward 0.857, kept 2 (25%), loss {trained['loss']:.4f}"
+    assert unknown({*m, *trained}, "Expert iteration") == set()
+    assert [d.extras["kept"] for d in held.details] == [False] * 4 + [True, True, False, False]
+    assert [d.total for d in held.details] == [0.5, 0.5, 0.5, 0.5, 1.0, 2.0, 1.0, None]
+    assert [(d.prompt, d.sample) for d in held.details] == [(g.row, i) for g in found[1].groups for i in range(4)]
+    assert [d.reward_failure for d in held.details] == [None] * 7 + ["failed"]
+    assert held.batch.scores[:7].tolist() == [0.5, 0.5, 0.5, 0.5, 1.0, 2.0, 1.0]
+
+
+def test_a_prompt_counts_as_kept_by_its_own_answers():
+    learner = learner_of(uneven, keep="best", threshold=1.0)
+    found = learner.collect(0)
+    learner.update(found)
+    assert found.kept == [5]
+    assert learner.metrics()["kept/prompts"] == 1 / 2
+
+
+def test_an_answer_that_was_broken_off_is_never_kept():
+    learner = learner_of()
+    (group, *_) = learner.collect(0).groups
+    broken = dataclasses.replace(group.completions[1], finish=Finish.ABORT)
+    assert learner._chosen(
+        dataclasses.replace(group, completions=[group.completions[0], broken, *group.completions[2:]])
+    ) == [0]
 
 
 def test_it_goes_on_from_its_state():

@@ -86,7 +86,7 @@ class Enumerated:
             ref_logprobs=self.ref,
             rewards=shape_rewards(zero, in_reward, rule.eligible(self.roles), kl_coef=1.0),
         )
-        algorithm = algorithm_of(o, Knobs(kl_coef=1.0))
+        algorithm = algorithm_of(o, Knobs(max_new_tokens=4, kl_coef=1.0))
         advantages = algorithm.advantage(batch)[:, None].expand_as(self.logprobs)
         batch = dataclasses.replace(batch, advantages=advantages)
         terms = algorithm.loss(Outputs(self.logprobs, torch.zeros_like(self.logprobs), None, kl=self.kl), batch)

@@ -50,9 +50,11 @@ def test_a_large_reward_gives_the_advantages_of_a_small_one(preset, settings, si
 
 
 def test_scores_that_differ_by_less_than_float32_can_hold_are_told_apart():
-    _, rollout = collected([2.0**24 + 1, 2.0**24, 2.0**24, 2.0**24])
-    expected = adv.grpo(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.long))
-    assert torch.equal(first_advantages(rollout), expected)
+    """Also where float32 holds none of them: it has only every second whole number from 2^24 on."""
+    for scores in ([1.0, 0.0, 0.0, 0.0], [1.0, 3.0, 3.0, 1.0]):
+        _, rollout = collected([2.0**24 + score for score in scores])
+        expected = adv.grpo(torch.tensor(scores), torch.zeros(4, dtype=torch.long))
+        assert torch.equal(first_advantages(rollout), expected)
 
 
 def test_scores_that_float32_holds_give_the_bits_of_float32():

@@ -116,3 +116,21 @@ def test_an_evaluation_of_episodes_plays_what_is_likeliest_whatever_training_sam
 
     first, again = said()
     assert first == again == said(temperature=0.0)[0]
+
+
+def test_all_numbers_of_an_evaluation_of_episodes_and_the_scores_of_their_records(policy):
+    how = {"rows": ListRows(ROWS[:1]), "sampling": Sampling(max_new_tokens=6), "samples": 2}
+    numbers = EpisodeEvaluator(arena(policy, silent()), **how).run().numbers
+    assert numbers == {
+        "reward": 1.0,
+        "accuracy": 1.0,
+        "mean_length": 2.0,
+        "mean_turns": 1.0,
+        "clipped_ratio": 0.0,
+        "failed": 0.0,
+        "avg@2": 1.0,
+        "pass@2": 1.0,
+    }
+    (collector,) = collectors(Episodes, policy, silent(), ROWS, ranks=1)
+    found = collector.collect(0)
+    assert [dict(t.scores) for t in found.trajectories] == [{"env": 1.0}] * 2 * PROMPTS

@@ -328,6 +328,7 @@ def test_what_cannot_be_filled_is_counted_and_said_once_and_the_step_trains_on_w
     assert [m["replay/missing"] for m in numbers] == [9, 6, 6, 6]
     said = [r.getMessage() for r in caplog.records if "replay:" in r.getMessage()]
     assert len(said) == 2, said
+    assert "0 of 9 groups" in said[0] or "found" not in said[0], "the first step, which has nothing to replay"
     assert "3 of 9 groups found: 3 were held" in said[1]
     assert all(m["weights_moved"] for m in numbers)
 
@@ -348,10 +349,15 @@ def test_groups_are_never_older_or_more_used_than_they_may_be():
 # -- corrections -------------------------------------------------------------------------------------------------
 
 
-def test_weights_outside_the_band_are_truncated_or_taken_out_and_stay_in_the_denominator():
+def test_weights_outside_the_band_are_truncated_or_taken_out_and_stay_in_the_denominator(tmp_path):
     base = {"replay.share": 0.5, "algorithm.aggregate": "token-mean", "algorithm.old_logprobs": "recompute"}
     made = learner(**base, **{"replay.weights": "mask", "replay.weights_low": 0.9, "replay.weights_high": 1.1})
-    run(made, 3)
+    with RunDir(tmp_path, "run") as opened:
+        made.watches.append(Records(opened, made.options, model=made.engine.hash, tokenizer="bytes"))
+        run(made, 3)
+    recorded = [row.weights for row in read_updates(tmp_path / "run" / "updates" / "step-000003.parquet")]
+    assert {w for row in recorded for w in row[~row.isnan()].tolist()} == {0.0, 1.0}
+    made.watches.pop()
     rollout = made.collect(3)
     weights = rollout.replay.batch.weights
     mask = trained(rollout.replay.batch)
@@ -444,6 +450,9 @@ def test_the_defaults_are_an_upper_clip_of_its_own_and_a_dual_clip():
     mask = torch.ones(2, 5, dtype=torch.bool)
     expected = torch.tensor([[-0.5, -1.0, -1.5, -1.6, -1.6], [0.8, 1.0, 1.5, 1.7, 3.0]])
     torch.testing.assert_close(replay_loss(ReplayOptions(), out, batch, mask), expected)
+    narrow = torch.tensor([[-0.5, -1.0, -1.3, -1.3, -1.3], [0.9, 1.0, 1.5, 1.7, 2.0]])
+    found = replay_loss(ReplayOptions(clip_low=0.1, clip_high=0.3, dual_clip=2.0), out, batch, mask)
+    torch.testing.assert_close(found, narrow)
     shaped = torch.tensor([[-1.0], [1.0]]) * ratios / (ratios + 0.1)
     torch.testing.assert_close(replay_loss(ReplayOptions(mode="shaped"), out, batch, mask), shaped)
 
@@ -533,6 +542,18 @@ def test_a_critic_learns_from_fresh_answers_and_the_policy_from_both(mode):
             old = mini.batch.replayed
             assert (mini.result.contributions["value"][old] == 0).all()
             assert not (mini.result.contributions["policy"][old] == 0).all()
+
+
+def test_joint_returns_are_those_of_the_joined_rewards():
+    """Rewards are whitened over fresh and replayed answers together, so the fresh ones have other returns than alone."""
+    settings = {"algorithm.whiten_rewards": True, "replay.share": 0.5, "replay.normalise": "joint"}
+    joint, separate = (learner(preset="ppo", **settings | more) for more in ({}, {"replay.normalise": "separate"}))
+    for made in (joint, separate):
+        run(made, 1)
+    fresh, alone = (made.collect(1) for made in (joint, separate))
+    rows, time = fresh.batch.ids.shape
+    assert torch.equal(fresh.batch.returns, fresh.replay.joined.returns[:rows, :time])
+    assert not torch.allclose(fresh.batch.returns, alone.batch.returns)
 
 
 @pytest.mark.parametrize("preset", ["reinforce", "grpo"])

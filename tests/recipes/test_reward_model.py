@@ -204,6 +204,12 @@ def test_calibration_worked_by_hand():
     assert calibration_error(margins) == pytest.approx((0.04 + 0.97) / 5)
 
 
+def test_confidences_on_both_sides_of_a_bins_end_do_not_cancel():
+    # ten bins of 0.05: 0.74 (right) lies below the end at 0.75, 0.76 (wrong) above it
+    margins = torch.tensor([log(0.74 / 0.26), -log(0.76 / 0.24)])
+    assert calibration_error(margins) == pytest.approx((0.26 + 0.76) / 2)
+
+
 def test_calibration_does_not_care_which_side_is_called_chosen_if_half_are_right():
     margins = torch.tensor([1.0, -1.0, 2.0, -2.0])
     assert calibration_error(margins) == pytest.approx(calibration_error(-margins))

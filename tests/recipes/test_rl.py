@@ -140,6 +140,32 @@ def test_scores_are_clipped_and_penalised_as_asked():
     assert batch.scores[:4].tolist() == [2.0, 1.5, 0.5, 2.0]
 
 
+@pytest.mark.parametrize(
+    ("buffer", "scores"), [(0.5, [5.0, 4.5, 4.0, 5.0]), (1, [5.0, 5.0, 4.0, 5.0]), (0.99, [4.5, 4.25, 4.0, 4.75])]
+)
+def test_a_buffer_is_a_share_of_the_longest_answer_or_a_number_of_tokens(buffer, scores):
+    """Answers of 2, 3, 4 and 1 tokens, of at most 4: the penalty grows from 0 to 1 over the last half, token, or all."""
+    batch = learner_of(small(**{"algorithm.overlong_buffer": buffer}), lambda s: 5.0, script=script).collect(0).batch
+    assert batch.scores[:4].tolist() == scores
+
+
+def test_spread_and_distance_in_the_numbers_and_the_sentence_of_a_step():
+    """Two groups of scores 1/4, 1/4, 0, 0; the engine says log-prob -1 of every token."""
+    settings = {"algorithm.kl_coef": 0.1, "algorithm.minibatches": 2, "algorithm.epochs": 2}
+    for source in ("recompute", "behaviour"):
+        learner = learner_of(small(**settings, **{"algorithm.old_logprobs": source}), count_a, script=script)
+        rollout = learner.collect(0)
+        steps = learner.update(rollout)
+        m, mask = learner.metrics(), trained(rollout.batch)
+        assert m["reward_std"] == m["rewards/plain/std"] == pytest.approx(0.125)
+        gap = (steps[0].result.outputs.logprobs + 1).abs()[trained(steps[0].batch)]
+        if source == "recompute":
+            gap = (rollout.batch.old_logprobs + 1).abs()[mask]
+        assert m["sampling/sampling_logp_difference/mean"] == pytest.approx(float(gap.mean()), rel=1e-5)
+        assert m["sampling/sampling_logp_difference/max"] == pytest.approx(float(gap.max()), rel=1e-5)
+        assert learner.explain().startswith(f"reward 0.125, length 2.5, KL {m['kl']:.4f}\n")
+
+
 # -- old log-probs, KL, values --------------------------------------------------------------------------------------
 
 
@@ -490,6 +516,7 @@ def test_a_mark_takes_back_all_that_a_rollout_changes(tmp_path):
         return [(tmp_path / f"{name}.{ending}").read_bytes() for ending in ("json", "safetensors")]
 
     learner.update(learner.collect(0))
+    learner.replay.started = False  # as before anything was solved
     before, back = state("before"), learner.mark()
     learner.collect(1)
     assert any(group.uses for group in learner.replay.buffer.groups), "the buffer has changed too"

@@ -100,6 +100,12 @@ def test_the_learning_rate_warms_up_and_falls():
     assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
 
 
+def test_a_text_trains_but_for_its_first_character():
+    sft, _ = learner([{"text": "abc"}])
+    (only,) = sft.demonstrations
+    assert [Role(role).name for role in only.roles] == ["PROMPT", "CONTENT", "CONTENT", "STOP"]
+
+
 def test_rows_that_are_too_long_are_left_out_and_counted():
     sft, too_long = learner([*PAIRS, {"prompt": "x" * 50, "completion": "y"}], max_length=20)
     assert too_long == 1

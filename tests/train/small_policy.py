@@ -111,7 +111,7 @@ def scripted_batch(rows: int = 7, *, seed: int = 0) -> Batch:
 def loss_of(options: AlgorithmOptions = GRPO, **knobs: float) -> Loss:
     """The loss of an algorithm."""
     numbers = {"kl_coef": options.kl_coef, "entropy_coef": options.entropy_coef, "max_new_tokens": 9, **knobs}
-    return algorithm_of(options, Knobs(**numbers)).loss
+    return algorithm_of(options, Knobs(**{"max_new_tokens": 4} | numbers)).loss
 
 
 def gradient(module: torch.nn.Module) -> Tensor:

@@ -202,7 +202,7 @@ class EpisodeEvaluator(HeldOut):
         numbers = {"reward": sum(known) / len(known)} if known else {}
         measured = _measured(episodes, sides, self.arena.players)
         numbers |= {
-            "accuracy": sum(t >= 1 for t in known) / max(1, len(totals)),
+            "accuracy": sum(t >= 1 for t in known) / len(totals),
             "mean_length": sum(s.episode.sides[s.player].policy_tokens for s in sides) / max(1, len(sides)),
             "mean_turns": measured["agents/turns"],
             "clipped_ratio": sum(e.finish is not None and e.finish.truncated for e in episodes) / len(episodes),

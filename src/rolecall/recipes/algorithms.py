@@ -32,14 +32,14 @@ Advantage = Callable[[Batch], Tensor | tuple[Tensor, Tensor]]
 class Knobs:
     """Numbers that move while training."""
 
+    max_new_tokens: int
+    """The longest answer: the constant length of seq-mean-token-sum-norm."""
     kl_coef: float = 0.0
     """The KL controller's coefficient now."""
     entropy_coef: float = 0.0
     """The entropy bonus's coefficient now."""
     baseline: float = 0.0
     """The moving average of scores, for REINFORCE."""
-    max_new_tokens: int = 1
-    """The longest answer: the constant length of seq-mean-token-sum-norm."""
     bootstrap: Tensor | None = None
     """[batch] values behind answers that were cut off, for PPO; None: 0."""
     all_sum: Callable[[Tensor], Tensor] = lambda x: x

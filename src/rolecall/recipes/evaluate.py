@@ -95,7 +95,7 @@ class Evaluator(HeldOut):
         known = [t for t in totals if t is not None]
         numbers = {"reward": sum(known) / len(known)} if known else {}
         numbers |= {
-            "accuracy": sum(t >= 1 for t in known) / max(1, len(totals)),
+            "accuracy": sum(t >= 1 for t in known) / len(totals),
             "mean_length": sum(len(c.ids) for c in completions) / len(completions),
             "clipped_ratio": sum(c.finish.truncated for c in completions) / len(completions),
             "failed": sum(t is None for t in totals) / len(totals),

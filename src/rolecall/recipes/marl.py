@@ -279,7 +279,7 @@ class PPOLearner(_Marl):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         super().load_state_dict(state)
-        if self.moments is not None and state["moments"] is not None:
+        if self.moments is not None:
             self.moments.load_state_dict(state["moments"])
 
 

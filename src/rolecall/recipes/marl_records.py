@@ -14,6 +14,7 @@ from rolecall.experience.store import RolloutDetails, write_rollouts
 from rolecall.files import DiskError
 from rolecall.marl.envs import EnvSpec
 from rolecall.marl.runner import Round
+from rolecall.recipes.records import KEPT_EVERY
 from rolecall.train.rundir import RunDir
 from rolecall.types import Batch, Finish, Trajectory
 
@@ -39,7 +40,7 @@ class EpisodeRecords:
             _log.warning("the record of step %d was not written, the run goes on: %s", step + 1, error)
             return
         if self.options.save.rollouts:
-            self.run.thin(self.run.rollouts, last=self.options.save.rollouts, every=50)
+            self.run.thin(self.run.rollouts, last=self.options.save.rollouts, every=KEPT_EVERY)
 
     def _write(self, path: Path, step: int, found: Round) -> None:
         episodes = found.episodes.rows(slice(0, self.options.record.episodes)).trimmed()

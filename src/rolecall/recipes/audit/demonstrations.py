@@ -143,7 +143,8 @@ def _check_trained(subject: Subject, found: _Rendered, rule: TrainRule) -> Findi
         )
     total = sum(len(r.ids) for r in found.done.values())
     trained = sum(content.values()) + rule.stop * sum(len(r.turns) for r in found.done.values())
-    return ok(check, f"{share(trained, total)} tokens train, and every answer ends with a stop")
+    ends = "" if endless else ", and every answer ends with a stop"
+    return ok(check, f"{share(trained, total)} tokens train{ends}")
 
 
 def _check_duplicates(subject: Subject, rows: int) -> Finding:

@@ -87,14 +87,14 @@ def _goes_on(subject: Subject, rolled: Rolled, ending: str) -> Finding | None:
         held.update({i for i, logprob in drawn if i in special and logprob >= _MEANT})
     if not held:
         return None
-    token, count = held.most_common(1)[0]
-    if count < _OFTEN * len(rolled.completions):
+    token = max(held, key=lambda i: held[i])
+    if held[token] < _OFTEN * len(rolled.completions):
         return None
     cut = sum(c.finish is Finish.LENGTH for c in rolled.completions)
     return error(
         "stop-ids",
         f"the model writes {named(tokenizer, token)} and goes on: it is probably its end of turn, and no stop id",
-        f"it stands in {share(count, len(rolled.completions))} answers, of which {cut} ran to the length limit",
+        f"it stands in {share(held[token], len(rolled.completions))} answers, of which {cut} ran to the length limit",
         ending,
         advice=f"add {token} to eos_token_id in generation_config.json, or give --sampling.stop_ids {token}",
     )
@@ -215,7 +215,7 @@ def check_vocabulary(subject: Subject, rolled: Rolled) -> Finding:
         return warning(
             check,
             "the model writes ids that the tokenizer does not have, which decode to nothing",
-            f"{unknown.total()} times, {unknown.most_common(1)[0][0]} most of all; {counts}",
+            f"{unknown.total()} times, {max(unknown, key=lambda i: unknown[i])} most of all; {counts}",
             advice="use the tokenizer that belongs to the model",
         )
     return ok(check, "every token has a row, and every row that is drawn a token", counts)
@@ -223,7 +223,7 @@ def check_vocabulary(subject: Subject, rolled: Rolled) -> Finding:
 
 def check_template(subject: Subject, rolled: Rolled) -> Finding:
     """Whether prompts go through the chat template they need, with options that it knows."""
-    check, chat, template = "template", subject.options.chat, subject.policy.tokenizer.chat_template
+    check, chat, template = "template", subject.options.chat, subject.template
     if not subject.conversational:
         given = {"chat.system_prompt": chat.system_prompt, "chat.chat_template_kwargs": chat.chat_template_kwargs}
         if ignored := [name for name, value in given.items() if value]:
@@ -233,7 +233,7 @@ def check_template(subject: Subject, rolled: Rolled) -> Finding:
                 advice="make prompts lists of messages, or put what you want to say into their text",
             )
         return ok(check, "prompts are plain text and reach the model as they are", *_unused(subject))
-    if not template and "chat_template" not in chat.chat_template_kwargs:
+    if not template:
         return error(
             check,
             "prompts are messages, but the model has no chat template to write them with",
@@ -280,7 +280,7 @@ def check_history(subject: Subject, rolled: Rolled) -> Finding:
     check = "history"
     if not subject.conversational:
         return skipped(check, "prompts are plain text, so no template writes a history")
-    if not subject.policy.has_chat_template:
+    if not subject.template:
         return skipped(check, "the model has no chat template")
     try:
         report = prefix_preserving(

@@ -123,6 +123,12 @@ class Subject:
         return self.policy.stop_ids if own is None else own
 
     @property
+    def template(self) -> str | None:
+        """The chat template: one that is given, or else the model's."""
+        given = self.options.chat.chat_template_kwargs.get("chat_template")
+        return given or self.policy.tokenizer.chat_template
+
+    @property
     def conversational(self) -> bool:
         """True if rows hold messages, told by the first one."""
         row = self.rows[0]

@@ -27,7 +27,7 @@ _SPACES = re.compile(r"(\s|\\[nrt])+")  # in JSON, where a line break is a backs
 class Prompts:
     """What the prompts are like, by row number."""
 
-    rows: int = 0
+    rows: int
     """How many were looked at."""
     ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """The tokens of the first ones that can be rendered."""
@@ -80,7 +80,7 @@ def look_at_prompts(setup: Setup) -> Prompts:
 def check_prompts(setup: Setup, prompts: Prompts) -> Finding:
     """Whether every prompt can be put to the model."""
     check, rows = "prompts", setup.rows
-    if not setup.policy.has_chat_template and setup.conversational:
+    if not setup.template and setup.conversational:
         return skipped(check, "prompts are messages and the model has no chat template")
     if prompts.broken:
         index, why = next(iter(prompts.broken.items()))
