@@ -264,7 +264,10 @@ def test_a_plain_reader_sees_lists_cut_to_length_and_null_for_nan(tmp_path):
     assert (first["sampling"]["top_k"], first["sampling"]["stop_ids"], second["sampling"]) == (5, [2], None)
     assert (second["finish"], second["author"], second["step"]) == ("length", "demonstrator", 12)
     assert second["reward_failure"] == "no answer in the box"
-    metadata = pq.read_schema(tmp_path / "rollouts.parquet").metadata
+    schema = pq.read_schema(tmp_path / "rollouts.parquet")
+    assert str(schema.field("roles").type) == "list<element: uint8 not null>"
+    assert str(schema.field("old_logprobs").type) == "list<element: float>"
+    metadata = schema.metadata
     assert metadata[b"rolecall.schema"] == b"rollouts"
     assert metadata[b"rolecall.schema_version"] == b"4"
     assert metadata[b"rolecall.model"] == b"m-1"

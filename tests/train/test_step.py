@@ -149,11 +149,16 @@ def test_contributions_and_terms_add_up_to_the_loss(case):
         assert not contribution[~trained(batch)].any()
 
 
+@pytest.mark.parametrize("episodes", [None, torch.tensor([4, 4, 4, 0, 1, 0, 2])], ids=["rows", "episodes"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_term_of_ones_is_the_count_its_mode_divides_by(mode):
-    """Numerator and denominator use the same set: a mean of ones is 1, a sum of ones the number of its positions."""
-    batch = scripted_batch()
+def test_a_term_of_ones_is_the_count_its_mode_divides_by(mode, episodes):
+    """Numerator and denominator use the same set: a mean of ones is 1, a sum of ones the number of its positions.
+
+    Rows of one episode are one sequence, also where they come in different micro-batches.
+    """
+    batch = dataclasses.replace(scripted_batch(), episodes=episodes)
     mask = trained(batch)
+    sequences = set((torch.arange(7) if episodes is None else episodes)[mask.any(dim=1)].tolist())
     norm = 9.0 if mode == "seq-mean-token-sum-norm" else None
 
     def ones(out, part):
@@ -161,7 +166,7 @@ def test_a_term_of_ones_is_the_count_its_mode_divides_by(mode):
         return {"ones": Term(values=values, mask=trained(part), mode=mode, norm=norm)}
 
     result = updater(small_policy(), token_budget=20).step(batch, ones, temperature=1.0)
-    per_row = mask.sum().item() / mask.any(dim=1).sum().item()
+    per_row = mask.sum().item() / len(sequences)
     expected = {
         "token-mean": 1,
         "seq-mean-token-mean": 1,
