@@ -274,6 +274,8 @@ def test_a_plain_reader_sees_lists_cut_to_length_and_null_for_nan(tmp_path):
     schema = pq.read_schema(tmp_path / "rollouts.parquet")
     assert str(schema.field("roles").type) == "list<element: uint8 not null>"
     assert str(schema.field("old_logprobs").type) == "list<element: float>"
+    span = "struct<start: int32 not null, end: int32 not null>"
+    assert str(schema.field("turns").type) == f"list<element: {span} not null>"
     metadata = schema.metadata
     assert metadata[b"rolecall.schema"] == b"rollouts"
     assert metadata[b"rolecall.schema_version"] == b"4"
