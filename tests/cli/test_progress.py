@@ -1,15 +1,12 @@
 """What a run shows while it goes on: bars on a terminal, lines elsewhere."""
 
 import io
-import logging
 import re
 
 import pytest
 from rich.console import Console
 
 from rolecall.cli.progress import Bars
-from rolecall.train import progress as module
-from rolecall.train.progress import Lines
 from rolecall.train.timing import Timer
 
 
@@ -106,29 +103,3 @@ def test_phases_outside_a_run_show_nothing(bars, screen):
     bars.phase("evaluate")
     bars.advance(1, 2, "answers")
     assert "evaluate" not in shown(bars, screen)
-
-
-def test_lines_say_how_far_a_long_phase_has_come(caplog, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    lines = Lines(phase_every_s=20)
-    with caplog.at_level(logging.INFO, logger="rolecall"):
-        lines.begin("rl", start=0, steps=2)
-        lines.phase("generate")
-        for done in range(1, 11):
-            now[0] += 6
-            lines.advance(done, 40, "answers")
-    said = [r.getMessage() for r in caplog.records if "generate" in r.getMessage()]
-    assert said[0] == "generate: 4 of 40 answers, 0.167 a second, 3 min 36 s left"
-    assert len(said) == 2
-
-
-def test_a_long_phase_that_has_done_nothing_yet_says_so(caplog, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    lines = Lines(phase_every_s=20)
-    with caplog.at_level(logging.INFO, logger="rolecall"):
-        lines.phase("reward")
-        now[0] += 21
-        lines.advance(0, 32, "rewards")
-    assert caplog.messages == ["reward: 0 of 32 rewards after 21 s"]

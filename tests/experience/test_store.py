@@ -248,8 +248,15 @@ def test_the_fields_of_structs_are_what_readers_of_files_rely_on():
 
 
 def test_a_plain_reader_sees_lists_cut_to_length_and_null_for_nan(tmp_path):
-    write_two(tmp_path / "rollouts.parquet")
-    first, second = pq.read_table(tmp_path / "rollouts.parquet").to_pylist()
+    trajectories, batch, details = two()
+    said = ({"role": "user", "content": "2 + 2?", "name": "Ada"}, {"role": "tool", "content": "4", "author": "given"})
+    details[0] = replace(details[0], messages=said)
+    path = tmp_path / "rollouts.parquet"
+    write_rollouts(path, trajectories, batch, step=12, details=details, model="m-1", tokenizer="t-1")
+    first, second = pq.read_table(path).to_pylist()
+    assert first["messages"] == [{"name": None, "author": None} | message for message in said]
+    assert second["messages"] is None
+    assert read_rollouts(path).details[0].messages == said
     assert first["ids"] == [5, 6, 2]
     assert second["ids"] == [5, 8]
     assert first["behaviour_logprobs"] == [None, pytest.approx(-0.1), -2.0]
@@ -264,7 +271,12 @@ def test_a_plain_reader_sees_lists_cut_to_length_and_null_for_nan(tmp_path):
     assert (first["sampling"]["top_k"], first["sampling"]["stop_ids"], second["sampling"]) == (5, [2], None)
     assert (second["finish"], second["author"], second["step"]) == ("length", "demonstrator", 12)
     assert second["reward_failure"] == "no answer in the box"
-    metadata = pq.read_schema(tmp_path / "rollouts.parquet").metadata
+    schema = pq.read_schema(tmp_path / "rollouts.parquet")
+    assert str(schema.field("roles").type) == "list<element: uint8 not null>"
+    assert str(schema.field("old_logprobs").type) == "list<element: float>"
+    span = "struct<start: int32 not null, end: int32 not null>"
+    assert str(schema.field("turns").type) == f"list<element: {span} not null>"
+    metadata = schema.metadata
     assert metadata[b"rolecall.schema"] == b"rollouts"
     assert metadata[b"rolecall.schema_version"] == b"4"
     assert metadata[b"rolecall.model"] == b"m-1"

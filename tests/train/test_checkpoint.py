@@ -17,7 +17,13 @@ from rolecall.policy.headers import MAX_HEADER_BYTES, FormatError
 from rolecall.train import checkpoint, manifest
 from rolecall.train.checkpoint import cut_after, differences, latest, open_checkpoint, save, sweep
 from rolecall.train.formats import check_format
-from rolecall.train.manifest import DamagedCheckpointError, RefusedCheckpointError
+from rolecall.train.manifest import (
+    MANIFEST,
+    DamagedCheckpointError,
+    RefusedCheckpointError,
+    check_model,
+    seal_model,
+)
 
 CONFIG = {"model": {"hidden": 8, "layers": 2}, "lr": 0.1, "steps": 10}
 
@@ -321,6 +327,13 @@ def test_a_pickle_is_refused_under_any_name_and_never_run(tmp_path, make, name):
         assert marker.exists(), "it would have run, had anybody read it"
 
 
+@pytest.mark.parametrize("name", ["x.PT", "x.Pickle", "x.npz", "x.JOBLIB", "x.distcp"])
+def test_a_name_that_pickles_have_is_refused_whatever_is_in_it(tmp_path, name):
+    (tmp_path / name).write_bytes(pickle.dumps([1], protocol=0))  # begins like a text
+    with pytest.raises(FormatError, match="looks like a pickle"):
+        check_format(tmp_path / name)
+
+
 def test_other_things_that_are_not_checkpoints_are_refused(tmp_path):
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "marker")))
@@ -407,3 +420,31 @@ def test_these_modules_do_without_torch():
     modules = "checkpoint, rundir, signals, exit_codes, formats, jsonl, lock, manifest"
     code = f"import sys; from rolecall import files; from rolecall.train import {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_final_model_is_judged_by_its_weights_alone(tmp_path):
+    (tmp_path / "config.json").write_text('{"name": "Bücher"}', encoding="utf-8")
+    (tmp_path / "a.safetensors").write_bytes(safetensors({}))
+    check_model(tmp_path)  # no manifest: not ours to judge
+    seal_model(tmp_path, 7)
+    sealed = json.loads((tmp_path / MANIFEST).read_text(encoding="utf-8"))
+    assert {name: sealed[name] for name in ("format", "schema", "step")} == {
+        "format": "rolecall model",
+        "schema": 1,
+        "step": 7,
+    }
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "notes.txt").write_text("mine")
+    check_model(tmp_path)
+    (tmp_path / "a.safetensors").write_bytes(safetensors({"x": 1}))
+    with pytest.raises(DamagedCheckpointError, match=r"is damaged: a\.safetensors has .* take a checkpoint of the run"):
+        check_model(tmp_path)
+    (tmp_path / "a.safetensors").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"a\.safetensors is missing"):
+        check_model(tmp_path)
+    for content in (json.dumps(sealed | {"step": 8}), "{}", "[]", "{"):
+        (tmp_path / MANIFEST).write_text(content)
+        with pytest.raises(DamagedCheckpointError, match=r"its manifest\.json (changed|cannot be read)"):
+            check_model(tmp_path)
+    (tmp_path / MANIFEST).write_text(json.dumps(sealed | {"schema": 2}))
+    check_model(tmp_path)

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import subprocess
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from rolecall.errors import UserError
 from rolecall.files import DiskError, disk_errno, write_atomically
 from rolecall.train.checkpoint import latest, save
 from rolecall.train.jsonl import JsonLines, read_lines
-from rolecall.train.rundir import RunDir
+from rolecall.train.rundir import RunDir, disk_errors
 from rolecall.train.state import read_state, write_state
 
 
@@ -214,3 +216,30 @@ def test_only_errors_of_the_disk_are_disk_errors(tmp_path):
     wrapped = RuntimeError("could not save")
     wrapped.__cause__ = OSError(errno.EDQUOT, "quota")
     assert disk_errno(wrapped, place=here) == errno.EDQUOT
+
+
+def test_what_fails_while_a_run_is_open_is_a_disk_error_only_if_the_disk_is_to_blame(tmp_path):
+    """A run whose directory was emptied under it is gone; a file of the user's that is missing is not."""
+    missing = FileNotFoundError(errno.ENOENT, "no such file", "rows.jsonl")
+    given = UserError("rows.jsonl is not there")
+    given.__cause__ = OSError(errno.ENOSPC, "full")
+    for files, error, expected in [
+        (("metrics.jsonl",), missing, FileNotFoundError),
+        ((), missing, DiskError),
+        (None, missing, DiskError),
+        ((), NotADirectoryError(errno.ENOTDIR, "no"), DiskError),
+        ((), ValueError("wrong"), ValueError),
+        ((), OSError(errno.EMFILE, "too many"), OSError),
+        (("metrics.jsonl",), OSError(errno.ENOSPC, "full"), DiskError),
+        (("metrics.jsonl",), given, UserError),
+    ]:
+        place = tmp_path / "run"
+        if files is not None:
+            place.mkdir()
+            for name in files:
+                (place / name).touch()
+        with pytest.raises(Exception) as raised, disk_errors(place):  # noqa: PT011 - which one is the question
+            raise error
+        assert type(raised.value) is expected
+        assert (raised.value is error) == (expected is not DiskError)
+        shutil.rmtree(place, ignore_errors=True)

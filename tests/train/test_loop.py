@@ -13,6 +13,7 @@ from rolecall.files import DiskError
 from rolecall.train.checkpoint import latest
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.loop import Loop, LoopOptions
+from rolecall.train.peers import PeerLost, Peers
 from rolecall.train.persist import NotFinite
 from rolecall.train.progress import Quiet
 from rolecall.train.rundir import RunDir
@@ -54,7 +55,17 @@ class Telling(Quiet):
 
 
 def looped(
-    tmp_path, learner=None, *, write=None, scores=None, start=0, state=None, grace=30.0, updater=None, **options
+    tmp_path,
+    learner=None,
+    *,
+    write=None,
+    scores=None,
+    start=0,
+    state=None,
+    grace=30.0,
+    updater=None,
+    peers=None,
+    **options,
 ):
     """(outcome, what was said, lines of metrics.jsonl, names of checkpoints)."""
     learner, telling = learner or Counting(), Telling()
@@ -75,6 +86,7 @@ def looped(
             timer=Timer(),
             grace=grace,
             updater=updater,
+            peers=peers,
         )
         if state is not None:
             loop.load_state_dict(state)
@@ -119,6 +131,13 @@ def test_the_best_checkpoint_is_saved_at_once_and_never_removed(tmp_path):
 def test_a_score_that_is_not_a_number_is_never_the_best(tmp_path):
     scores = {0: float("nan"), 2: float("nan"), 4: 0.5, 6: 0.4}
     assert looped(tmp_path, scores=scores, eval_every=2)[0].best_step == 4
+
+
+@pytest.mark.parametrize(("lower", "best"), [(False, (0.5, 4)), (True, (0.1, 1))])
+def test_of_equal_scores_the_first_is_the_best(tmp_path, lower, best):
+    scores = dict(enumerate([0.9, 0.1, 0.2, 0.1, 0.5, 0.5, 0.4]))
+    outcome, *_ = looped(tmp_path, scores=scores, eval_every=1, lower=lower)
+    assert (outcome.best, outcome.best_step) == best
 
 
 def test_reaching_the_goal_ends_the_run_with_a_checkpoint(tmp_path):
@@ -273,6 +292,38 @@ def test_an_update_is_never_dropped(tmp_path):
     assert saved == ["step-000002"]
 
 
+def test_a_step_that_has_moved_the_weights_cannot_be_taken_back(tmp_path):
+    """A peer that is lost in an update breaks it off; the checkpoint before it stands."""
+
+    class Updater:
+        moves, not_finite = 0, None
+
+    class Lost(Peers):
+        def why(self, error):
+            return "rank 1 is gone"
+
+    def broken(updater, *, moves):
+        learner = Hanging(99)
+
+        def on_step(step):
+            updater.moves += 1 if step < 4 else moves
+            if step == 4:
+                raise RuntimeError("the connection closed")
+
+        learner.on_step = on_step
+        return learner
+
+    for moves, said in ((0, "stopped after step 3, everything is saved"), (1, "the last good checkpoint is of step 2")):
+        updater = Updater()
+        with pytest.raises(PeerLost, match=said):
+            looped(tmp_path / said[:4], broken(updater, moves=moves), updater=updater, peers=Lost())
+    assert sorted(path.name for path in (tmp_path / "stop" / "run" / "checkpoints").iterdir()) == [
+        *("step-000002", "step-000003")
+    ]
+    assert state_of(tmp_path / "stop", "step-000003")[1] == {"done": 3, "taken": 15}
+    assert [path.name for path in (tmp_path / "the " / "run" / "checkpoints").iterdir()] == ["step-000002"]
+
+
 def test_an_evaluation_that_was_dropped_is_made_up_for_when_the_run_goes_on(tmp_path):
     class Scores(dict):
         def __getitem__(self, step):
@@ -282,9 +333,13 @@ def test_an_evaluation_that_was_dropped_is_made_up_for_when_the_run_goes_on(tmp_
                 time.sleep(60)
             return super().__getitem__(step)
 
-    scores = Scores({0: 0.1, 2: 0.2, 4: 0.5, 6: 0.3})
+    class Updater:
+        moves, not_finite = 0, None
+
+    scores, learner, updater = Scores({0: 0.1, 2: 0.2, 4: 0.5, 6: 0.3}), Counting(), Updater()
     scores.seen = set()
-    outcome, said, _, saved = looped(tmp_path, scores=scores, eval_every=2, grace=0.3)
+    learner.on_step = lambda step: setattr(updater, "moves", step)
+    outcome, said, _, saved = looped(tmp_path, learner, scores=scores, eval_every=2, grace=0.3, updater=updater)
     assert (outcome.exit_code, outcome.step) == (143, 4)
     assert said[-1] == "stopped after step 4, everything is saved; the evaluation of step 4 was dropped"
     extra, learner = state_of(tmp_path, "step-000004")

@@ -68,6 +68,31 @@ def test_an_existing_run_is_neither_reused_nor_lost_by_accident(tmp_path):
         assert (run.path / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "run.json", "metrics.jsonl", "timing.jsonl", "report.html", "answers.jsonl", "best_of_n.json"),
+        *("rollouts", "updates", "checkpoints", "model", "curves", "trackers"),
+    ],
+)
+def test_every_part_of_a_run_is_known_as_one(tmp_path, name):
+    """Nothing of an earlier run stays beside a new one, and an empty part does not make a directory a run."""
+    part = tmp_path / "run" / name
+    part.parent.mkdir()
+    if "." in name:
+        part.touch()
+    else:
+        part.mkdir()
+    with RunDir(tmp_path, "run"):
+        pass
+    held = part / "x" if part.is_dir() else part
+    held.write_text("of the run before")
+    with pytest.raises(RunDirError, match="is not empty"):
+        RunDir(tmp_path, "run")
+    with RunDir(tmp_path, "run", overwrite=True):
+        assert not held.exists() or held.read_text() == ""
+
+
 def test_overwrite_touches_nothing_that_is_not_a_run(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("x")
@@ -130,8 +155,9 @@ def test_thinning_keeps_the_last_and_every_kth(tmp_path):
         assert [p.name for p in run.thin(run.rollouts, last=1)] == [
             *("step-000005.parquet", "step-000010.parquet", "step-000011.parquet")
         ]
-        with pytest.raises(ValueError, match="last must be at least 1"):
-            run.thin(run.rollouts, last=0)
+        for wrong in ({"last": 0}, {"last": 1, "every": -1}):
+            with pytest.raises(ValueError, match="last must be at least 1 and every at least 0"):
+                run.thin(run.rollouts, **wrong)
 
 
 # Logs.
@@ -245,6 +271,8 @@ OTHERS = {
     "no such process": ({"pid": 2**22 + 1}, None),
     "a number that no process has": ({"pid": 10**30, "start": None}, None),
     "no number of a process": ({"pid": 1e30, "start": None}, None),
+    "a number that means all of a group": ({"pid": 0, "start": None}, None),
+    "a number that means another group": ({"pid": -1, "start": None}, None),
 }
 
 
@@ -257,6 +285,21 @@ def test_whose_lock_counts(tmp_path, change, refusal):
     else:
         with pytest.raises(LockedError, match=refusal):
             RunLock(tmp_path)
+
+
+def test_where_the_system_does_not_say_when_processes_began_a_living_one_holds_its_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "_text_of", lambda path: "")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    alive = {"start": None, "boot": ""}
+    for pid, free in ((os.getpid(), False), (ended.pid, True), (1, False)):  # 1 may be another user's
+        fields = {name: getattr(OWN, name) for name in OWN.__slots__} | alive | {"pid": pid}
+        (tmp_path / ".lock").write_text(json.dumps(fields))
+        if free:
+            RunLock(tmp_path).release()
+        else:
+            with pytest.raises(LockedError, match=f"in use by process {pid}; wait for it"):
+                RunLock(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": 1}', "12"])

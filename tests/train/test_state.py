@@ -2,9 +2,11 @@
 
 import json
 import math
+import signal
 import struct
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -152,6 +154,10 @@ def test_non_finite_floats_are_strings_in_strict_json_and_keep_their_bits(tmp_pa
         ({"a": [object()]}, "a/0 is a builtins.object"),
         ({"size": torch.zeros(2).shape}, "size is a torch.Size"),
         (namedtuple("Pair", "x")(1), "the top is a .*Pair"),
+        ({"mean": np.float64(1.0)}, r"mean is a numpy\.float64"),
+        ({"rows": type("Rows", (list,), {})()}, "rows is a .*Rows"),
+        ({"by": defaultdict(int)}, r"by is a collections\.defaultdict"),
+        ({"code": signal.SIGTERM}, r"code is a signal\.Signals"),
         ({"w": torch.eye(2).to_sparse()}, "w is sparse"),
         ({"w": torch.empty(2, device="meta")}, "w is sparse, quantized or without data"),
         ({"w": torch.zeros(1, dtype=torch.complex128)}, "complex128"),

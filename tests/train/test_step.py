@@ -12,7 +12,9 @@ from rolecall.maths.reduce import MODES, aggregate
 from rolecall.maths.roles import Role, Verdict
 from rolecall.policy import logprobs
 from rolecall.policy.model import PolicyModel
+from rolecall.train.progress import Quiet
 from rolecall.train.step import Term, trained
+from rolecall.train.timing import Timer
 
 CASES = {
     "grpo": (GRPO, "none"),
@@ -147,11 +149,16 @@ def test_contributions_and_terms_add_up_to_the_loss(case):
         assert not contribution[~trained(batch)].any()
 
 
+@pytest.mark.parametrize("episodes", [None, torch.tensor([4, 4, 4, 0, 1, 0, 2])], ids=["rows", "episodes"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_term_of_ones_is_the_count_its_mode_divides_by(mode):
-    """Numerator and denominator use the same set: a mean of ones is 1, a sum of ones the number of its positions."""
-    batch = scripted_batch()
+def test_a_term_of_ones_is_the_count_its_mode_divides_by(mode, episodes):
+    """Numerator and denominator use the same set: a mean of ones is 1, a sum of ones the number of its positions.
+
+    Rows of one episode are one sequence, also where they come in different micro-batches.
+    """
+    batch = dataclasses.replace(scripted_batch(), episodes=episodes)
     mask = trained(batch)
+    sequences = set((torch.arange(7) if episodes is None else episodes)[mask.any(dim=1)].tolist())
     norm = 9.0 if mode == "seq-mean-token-sum-norm" else None
 
     def ones(out, part):
@@ -159,7 +166,7 @@ def test_a_term_of_ones_is_the_count_its_mode_divides_by(mode):
         return {"ones": Term(values=values, mask=trained(part), mode=mode, norm=norm)}
 
     result = updater(small_policy(), token_budget=20).step(batch, ones, temperature=1.0)
-    per_row = mask.sum().item() / mask.any(dim=1).sum().item()
+    per_row = mask.sum().item() / len(sequences)
     expected = {
         "token-mean": 1,
         "seq-mean-token-mean": 1,
@@ -223,6 +230,8 @@ def test_nothing_to_train_is_no_step_though_there_is_momentum():
     untrained = dataclasses.replace(batch, verdicts=torch.full_like(batch.verdicts, Verdict.REWARD_FAILED))
     result = step.step(untrained, loss_of(), temperature=1.0)
     assert (result.loss, result.grad_norm, result.skipped, dict(result.terms)) == (0.0, 0.0, False, {})
+    assert not any(torch.stack(list(result.outputs[:2])).flatten())
+    assert result.outputs.logprobs.shape == batch.ids.shape
     assert all(torch.equal(moved[name], p) for name, p in module.named_parameters())
 
 
@@ -263,6 +272,30 @@ def test_a_loss_or_gradient_that_is_not_finite_skips_the_step_and_names_the_row(
     for index, state in momentum["state"].items():
         assert torch.equal(state["momentum_buffer"], after[index]["momentum_buffer"])
     assert not step.step(batch, loss_of(), temperature=1.0).skipped, "the next step is free of it"
+
+
+def test_more_bad_rows_than_a_line_can_name_are_counted(caplog):
+    step = updater(small_policy())
+    result, _ = stepped(scripted_batch())
+    for count, said in ((8, "0, 1, 2, 3, 4, 5, 6, 7"), (10, "0, 1, 2, 3, 4, 5, 6, 7 and 2 more"), (0, None)):
+        bad = dataclasses.replace(result, bad_rows=range(count))
+        step.say_skipped(4, bad, [str(row) for row in range(count)])
+        blamed = f"; the loss is not in {said}" if said else ""
+        assert caplog.messages[-1] == f"step 4 was skipped: something on another process is not finite{blamed}"
+
+
+def test_how_far_a_step_is_is_told_by_its_micro_batches():
+    class Watching(Quiet):
+        def advance(self, done, total, unit):
+            seen.append((done, total, unit))
+
+    seen, module = [], small_policy()
+    step = updater(module, token_budget=20)
+    step.timer = Timer(watcher=Watching())
+    step.step(scripted_batch(), loss_of(), temperature=1.0)
+    count = len(seen) - 1
+    assert seen == [(done, count, "micro-batches") for done in range(count + 1)]
+    assert count > 2
 
 
 def test_the_gradient_is_clipped_to_the_norm_and_the_norm_before_it_reported():

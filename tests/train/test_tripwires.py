@@ -61,8 +61,8 @@ def test_the_engine_is_compared_on_average():
 def test_bands_are_wide_only_where_bfloat16_is_involved():
     full, half = torch.float32, torch.bfloat16
     assert tripwires.engine_band(full, full) == tripwires.ratio_bound(full) == 1e-4
-    assert tripwires.engine_band(half, full) == tripwires.engine_band(full, half) == tripwires.engine_band(half, half)
-    assert tripwires.ratio_bound(half) > 1e-4
+    assert {tripwires.engine_band(*kinds) for kinds in ((half, full), (full, half), (half, half))} == {0.15}
+    assert tripwires.ratio_bound(half) == 0.1
 
 
 @pytest.mark.parametrize(
@@ -93,10 +93,13 @@ def test_contributions_are_recounted_in_every_mode(mode):
     assert tripwires.denominators({"t": term}, count, {"t": recorded}) is None
     found = tripwires.denominators({"t": term}, count, {"t": recorded * 1.001})
     assert found is not None
-    assert found.numbers["term as recorded"] == pytest.approx(1.001 * found.numbers["term recounted"])
+    total = float(recorded.sum())
+    assert found.numbers == pytest.approx(
+        {"term as recorded": 1.001 * total, "term recounted": total, "denominator": float(count["t"])}
+    )
 
 
-def probed(values) -> Finding | None:
+def probed(values, critic=None, kl=None) -> Finding | None:
     """The gradient probe on a loss with these values, [batch, time], on trained positions."""
     batch = Batch(
         ids=torch.zeros(3, 4, dtype=torch.long),
@@ -105,7 +108,7 @@ def probed(values) -> Finding | None:
         verdicts=TrainRule().verdicts(ROLES),
         advantages=torch.ones(3, 4),
     )
-    outputs = Outputs(torch.full((3, 4), -0.5), torch.zeros(3, 4), None)
+    outputs = Outputs(torch.full((3, 4), -0.5), torch.zeros(3, 4), critic, kl)
     return tripwires.untrained_gradient(
         lambda out, part: {"t": Term(values=values(out, part), mask=trained(part), mode="token-mean")}, outputs, batch
     )
@@ -120,6 +123,16 @@ def test_the_gradient_probe():
     harmful = probed(lambda out, batch: out.logprobs * batch.advantages.sum(dim=1, keepdim=True))
     assert harmful is not None
     assert "changes the loss" in harmful.what
+
+
+def test_the_gradient_probe_reaches_every_output():
+    critic, kl = torch.full((3, 4), 0.25), torch.full((3, 4), 2.0)
+    for number, name in enumerate(("logprobs", "entropy", "values", "kl")):
+        assert probed(lambda out, batch, number=number: out[number] ** 2, critic, kl) is None
+        leak = probed(lambda out, batch, number=number: out[number].flip(1) * 3, critic, kl)
+        assert leak is not None
+        assert f", through {name}" in leak.what
+        assert leak.numbers == {"max |gradient| there": pytest.approx(3 / int(ELIGIBLE.sum()))}
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ Given = Any
 class Callbacks:
     """Calls each callback in order. The first that stops the run or fails is remembered; after a failure none is called."""
 
-    def __init__(self, given: Sequence[Given] = (), *, path: Path = Path(), steps: int = 0) -> None:
+    def __init__(self, given: Sequence[Given], *, path: Path, steps: int) -> None:
         self._given, self.control = list(given), Control(path=path, steps=steps)
         self.stopped: str | None = None
         """Which callback stopped the run, and why."""

@@ -206,7 +206,6 @@ def sweep(root: Path) -> list[Path]:
         match = _OLD.fullmatch(path.name)
         if match and not (final := root / f"step-{match.group(1)}").exists():
             path.rename(final)
-            fsync_path(root)
             touched.append(path)
     return touched
 
@@ -260,7 +259,6 @@ def _put_back(checkpoint: Checkpoint) -> Checkpoint:
     """Give a checkpoint that was being replaced its name again; whatever had the name was found damaged or missing."""
     final = checkpoint.path.parent / f"step-{checkpoint.step:06d}"
     checkpoint.path.rename(final)
-    fsync_path(final.parent)
     return replace(checkpoint, path=final)
 
 

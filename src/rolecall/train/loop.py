@@ -101,7 +101,8 @@ class Loop:
         moves the weights, if anything does; `grace` is for `StopSignals`."""
         self.learner, self.options, self.run, self.config = learner, options, run, config
         self.write, self.evaluate, self.progress, self.timer = write, evaluate, progress, timer
-        self.agree, self.log, self.callbacks = agree, log, callbacks or Callbacks()
+        self.agree, self.log = agree, log
+        self.callbacks = callbacks or Callbacks((), path=Path(), steps=options.steps)
         self.updater, self.peers, self.grace = updater, peers or Peers(), grace
         self.best: float | None = None
         self.best_step: int | None = None
@@ -111,8 +112,8 @@ class Loop:
         self._idle: int | None = 0  # steps so far; None once something has trained
         self._remarks: set[str] = set()
         self._done = 0  # steps that are complete
-        self._undo: Callable[[], None] | None = None  # takes back what the step in flight has changed so far
-        self._moves = 0  # of the weights, when it began
+        self._undo: tuple[Callable[[], None], int] | None = None
+        """Takes back what the step in flight has changed so far, and the moves of the weights when it began."""
         self._unevaluated = False  # the evaluation of the last complete step was dropped
         self._blame: str | None = None
 
@@ -214,9 +215,10 @@ class Loop:
         lost = self.peers.why(error)
         if lost is None and not isinstance(error, Dropped):
             raise error
-        whole = self._undo is None or self._moves == self._moved()
-        if self._undo is not None and whole:
-            self._undo()
+        back, moves = self._undo or (lambda: None, self._moved())
+        whole = moves == self._moved()
+        if whole:
+            back()
         if whole and self._done and (self._saved != self._done or self._unevaluated):
             try:
                 self._save(self._done, stop)
@@ -247,8 +249,8 @@ class Loop:
     def _one(self, step: int, stop: StopSignals) -> dict[str, float]:
         """One step; steps count from 0 inside learners and from 1 in files."""
         mark = getattr(self.learner, "mark", None)
-        self._undo = mark() if mark is not None else partial(self.learner.load_state_dict, self.learner.state_dict())
-        self._moves = self._moved()
+        back = mark() if mark is not None else partial(self.learner.load_state_dict, self.learner.state_dict())
+        self._undo = back, self._moved()
         with self.timer.phase("step_time"):
             with self.timer.phase("collect"), stop.droppable():
                 experience = self.learner.collect(step - 1)

@@ -57,7 +57,7 @@ def check_model(directory: Path) -> None:
     Files that were added, and texts that were edited, such as a chat template, are the user's business.
     """
     try:
-        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((directory / MANIFEST).read_bytes())
         if manifest["format"] != _MODEL or manifest["schema"] > SCHEMA:
             return
         claimed = manifest.pop("manifest_hash", None)
@@ -89,7 +89,7 @@ def _seal(directory: Path, manifest: dict[str, object]) -> None:
     manifest["files"] = files
     manifest["manifest_hash"] = _digest(manifest)
     path = directory / MANIFEST
-    path.write_text(json.dumps(manifest, indent=1, ensure_ascii=False, allow_nan=False), encoding="utf-8")
+    path.write_bytes(json.dumps(manifest, indent=1, ensure_ascii=False, allow_nan=False).encode())
     fsync_path(path)
     for inner in sorted((p for p in directory.rglob("*") if p.is_dir()), reverse=True):
         fsync_path(inner)
@@ -135,7 +135,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > _MAX_MANIFEST_BYTES:
             raise ValueError(f"it has more than {_MAX_MANIFEST_BYTES:,} bytes")
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        manifest = json.loads(file.read_bytes())
         schema = manifest["schema"]
         if manifest["format"] != _FORMAT or type(schema) is not int:
             raise ValueError("it is not a manifest of this program")

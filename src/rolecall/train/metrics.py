@@ -19,13 +19,13 @@ class Meter:
     def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Add values to a mean; with a mask, only where it is True. NaN outside the mask is harmless."""
         mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-        total, count = self._sums.get(name, (torch.zeros((), dtype=torch.float64),) * 2)
+        total, count = self._sums.get(name, (0.0, 0))
         kept = torch.where(mask, values.double(), 0).detach()
         self._sums[name] = (total + kept.sum().cpu(), count + mask.sum().cpu())
 
     def total(self, name: str, value: Tensor | float) -> None:
         """Add to a sum over ranks."""
-        total, _ = self._sums.get(name, (torch.zeros((), dtype=torch.float64),) * 2)
+        total, _ = self._sums.get(name, (0.0, 0))
         self._sums[name] = (total + torch.as_tensor(value, dtype=torch.float64).cpu(), torch.tensor(-1.0))
 
     def largest(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:

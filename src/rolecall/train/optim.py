@@ -15,19 +15,12 @@ def make_optimizer(module: nn.Module, options: OptimOptions) -> torch.optim.Adam
         if parameter.requires_grad:
             critic = name.startswith(("value_head.", "critic."))
             groups.setdefault((critic, parameter.dim() >= 2), []).append(parameter)
-    return torch.optim.AdamW(
-        [
-            {
-                "params": parameters,
-                "base_lr": options.critic_lr if critic and options.critic_lr is not None else options.lr,
-                "weight_decay": options.weight_decay if matrix else 0.0,
-            }
-            for (critic, matrix), parameters in groups.items()
-        ],
-        lr=options.lr,
-        betas=(options.beta1, options.beta2),
-        fused=True,
-    )
+    made = []
+    for (critic, matrix), parameters in groups.items():
+        lr = options.critic_lr if critic and options.critic_lr is not None else options.lr
+        decay = options.weight_decay if matrix else 0.0
+        made.append({"params": parameters, "lr": lr, "base_lr": lr, "weight_decay": decay})
+    return torch.optim.AdamW(made, betas=(options.beta1, options.beta2), fused=True)
 
 
 def lr_factor(step: int, *, steps: int, options: OptimOptions) -> float:

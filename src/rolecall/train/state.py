@@ -47,7 +47,7 @@ def write_state(directory: Path, name: str, state: object) -> None:
             raise
         need = sum(tensor.nbytes for tensor in writer.tensors.values())
         raise disk_error(path.name, directory, code, need=need) from error
-    (directory / f"{name}.json").write_text(text, encoding="utf-8")
+    (directory / f"{name}.json").write_bytes(text.encode())
 
 
 def read_state(directory: Path, name: str) -> Any:
@@ -59,7 +59,7 @@ def read_state(directory: Path, name: str) -> Any:
         tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 - not a dict
     unread = set(tensors)
     try:
-        tree = json.loads(tree_path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        tree = json.loads(tree_path.read_bytes(), parse_constant=_refuse_constant)
         state = _decode(tree["state"], tensors, unread)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{tree_path} does not describe the state in {tensors_path.name}: {error!r}") from error
