@@ -6,15 +6,14 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainingArguments
 
-from rolecall.config.expert_iteration import ExpertIterationOptions
 from rolecall.config.flags import parse
 from rolecall.config.foreign_trl import TRL, TRL_ROWS
 from rolecall.config.foreign_verl import VERL
 from rolecall.config.merge import FLAGS, ConfigError, make, resolve
 from rolecall.config.rl import RLOptions
 from rolecall.config.schema import nearest, schema
-from rolecall.config.sft import SFTOptions
 from rolecall.config.show import resolved_yaml
+from rolecall.config.training import ExpertIterationOptions, SFTOptions
 from rolecall.errors import UserError
 
 
@@ -272,9 +271,8 @@ def test_the_nearest_name_is_looked_for_in_the_section_first():
 
 
 def test_commands_that_do_not_take_a_foreign_name_still_tell_ours():
-    from rolecall.config.best_of_n import BestOfNOptions
-    from rolecall.config.eval import EvalOptions
-    from rolecall.config.generate import GenerateOptions
+    from rolecall.config.training import BestOfNOptions
+    from rolecall.config.use import EvalOptions, GenerateOptions
 
     assert nearest("max_completion_length", schema(EvalOptions)) == "sampling.max_new_tokens"
     assert nearest("reward_funcs", schema(BestOfNOptions)) == "reward"

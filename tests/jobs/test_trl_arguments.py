@@ -122,8 +122,8 @@ def test_an_environment_factory_is_an_environment():
         ({"tools": [add], "reward": spoken, "env": Counter}, "make them methods of its class"),
         ({"tools": ["add"], "reward": spoken}, r"tools are functions, as in tools=\[add\], got 'add'"),
         ({"environment_factory": {"a": Counter}}, "a run has one environment"),
-        ({"samples": 4, "reward": accuracy}, "`num_generations` in the call sets `samples`, and so does `samples`"),
-        ({"reward": accuracy, "num_generaton": 4}, "unknown key `num_generaton` in the call: did you mean"),
+        ({"samples": 4, "reward": accuracy}, "`num_generations` sets `samples`, and so does `samples`"),
+        ({"reward": accuracy, "num_generaton": 4}, "unknown key `num_generaton`: did you mean"),
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(given, sentence):

@@ -18,17 +18,14 @@ from rolecall.cli.commands import COMMANDS, Command, imported
 from rolecall.errors import UserError
 
 _ERROR, _USAGE, _INTERRUPTED = 1, 2, 130
-_LIGHT = ("env", "push", "report")
-"""Commands that load no model."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `rolecall` with these arguments and return its exit code."""
     # Threads that spin while they wait make a busy machine many times slower; read when torch is loaded, later.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if (
-        os.environ.get("WORLD_SIZE", "1") != "1"
-    ):  # torch writes C++ frames when a peer is lost; a sentence of ours says it
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # torch writes C++ frames when a peer is lost; a sentence of ours says it
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = list(sys.argv[1:] if argv is None else argv)
     _make_printable(sys.stdout)
@@ -98,11 +95,11 @@ def _run(command: Command, words: Sequence[str]) -> int:
         from rolecall.config.show import resolved_yaml
 
         print(resolved_yaml(resolved), end="")
-        if command.plan is not None:
-            print(f"\n{imported(command.plan)(resolved.options)}")
+        if hasattr(options, "plan"):
+            print(f"\n{resolved.options.plan()}")
         return 0
     check_paths(resolved.options)
-    if command.name not in _LIGHT:
+    if not command.light:
         check_address_space()
     run = imported(command.run)
     gc.freeze()  # modules stay: collections need not search them

@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rolecall.config.foreign import Differs, Foreign, from_object, lookup
-from rolecall.config.given import GivenModel
+from rolecall.config.given import GivenObject
 from rolecall.config.schema import REQUIRED, Option, Section, alternatives, in_words, nearest, schema
 from rolecall.errors import UserError
 
@@ -260,7 +260,7 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 def _checked(option: Option, value: Any, source: str, problems: list[str], written: str = "") -> Any:
     """The value as the option's type, or a problem; `written` is the name it was given under, if not ours."""
     types = alternatives(option.type)
-    if isinstance(value, GivenModel) and option.key == "model":
+    if any(isinstance(one, GivenObject) for one in (value if isinstance(value, tuple) else (value,))):
         return value  # pydantic would keep the text alone
     try:
         if isinstance(value, bool) and bool not in types and not any(value in get_args(t) for t in types):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rolecall.config.best_of_n import BestOfNOptions
+from rolecall.config.training import BestOfNOptions
 from rolecall.experience.batches import collate
 from rolecall.experience.store import RolloutDetails, Rollouts, read_rollouts, write_rollouts
 from rolecall.files import write_atomically
