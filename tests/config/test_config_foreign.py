@@ -357,10 +357,7 @@ def test_peft_config():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        (
-            "num_train_epochs",
-            "`steps` takes its place and counts rounds, rows x epochs / `prompts` of them; `epochs` are",
-        ),
+        ("num_train_epochs", "`steps` takes its place and counts rounds, rows x epochs / `prompts` of them"),
         ("max_steps", "it counts optimiser steps, `steps` rounds"),
         ("save_steps", "it counts optimiser steps, `save.every` rounds: give `save.every`"),
         ("per_device_train_batch_size", "`prompts` (per round) and `batch` (kept answers per optimiser step)"),
@@ -374,14 +371,8 @@ def test_names_that_count_something_else_in_expert_iteration_are_refused_with_ou
 
 
 def test_names_that_mean_the_same_in_expert_iteration_are_taken():
-    given = {
-        "num_generations": 3,
-        "learning_rate": 1e-4,
-        "max_completion_length": 7,
-        "temperature": 0.5,
-        "max_steps": -1,
-    }
-    found = make(ExpertIterationOptions, given)
+    names = {"num_generations": 3, "learning_rate": 1e-4, "max_completion_length": 7}
+    found = make(ExpertIterationOptions, {**names, "temperature": 0.5, "max_steps": -1})
     assert (found.samples, found.optim.lr, found.sampling.max_new_tokens) == (3, 1e-4, 7)
     assert (found.sampling.temperature, found.steps, found.epochs) == (0.5, 5, 2)
 

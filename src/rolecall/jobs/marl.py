@@ -79,6 +79,31 @@ def build(job: Job) -> Built:
     else:
         learner = QLearner(options, module=module, **parts)
 
+    write, read = _checkpoints(module, optimizer, learner)
+
+    def save_model(directory: Path) -> None:
+        about = {"env": options.env, "algo": options.algo, "agents": list(envs.spec.agents)}
+        save_agents(module.agents, directory, about)
+
+    def evaluate(step: int) -> dict[str, float]:
+        assert trials is not None
+        return learner.evaluate(trials)
+
+    return Built(
+        learner=learner,
+        loop=loop_options(options, main="return"),
+        write=write,
+        read=read,
+        save_model=save_model,
+        module=module,
+        evaluate=evaluate if trials is not None else None,
+        watch_run=partial(setattr, records, "run"),
+    )
+
+
+def _checkpoints(module: torch.nn.Module, optimizer: Any, learner: PPOLearner | QLearner) -> tuple[Any, Any]:
+    """What writes a checkpoint, and what reads it back."""
+
     def write(directory: Path, extra: dict[str, Any]) -> None:
         bad = first_non_finite(dict(module.named_parameters()))
         if bad is not None:
@@ -100,24 +125,7 @@ def build(job: Job) -> Built:
         extra: dict[str, Any] = state["extra"]
         return extra
 
-    def save_model(directory: Path) -> None:
-        about = {"env": options.env, "algo": options.algo, "agents": list(envs.spec.agents)}
-        save_agents(module.agents, directory, about)
-
-    def evaluate(step: int) -> dict[str, float]:
-        assert trials is not None
-        return learner.evaluate(trials)
-
-    return Built(
-        learner=learner,
-        loop=loop_options(options, main="return"),
-        write=write,
-        read=read,
-        save_model=save_model,
-        module=module,
-        evaluate=evaluate if trials is not None else None,
-        watch_run=partial(setattr, records, "run"),
-    )
+    return write, read
 
 
 def _load(module: torch.nn.Module, saved: dict[str, torch.Tensor], directory: Path) -> None:
