@@ -110,7 +110,7 @@ def _run(command: Command, words: Sequence[str]) -> int:
 def _resolve(options: type, presets: Any, line: Any) -> Any:
     """Preset < file < flags; under them, for a run to go on with, its own settings. A file may name its preset."""
     from rolecall.config.files import read_settings
-    from rolecall.config.merge import FLAGS, resolve
+    from rolecall.config.merge import FLAGS, SAVED, preset_layer, resolve
     from rolecall.config.resume import saved_settings
 
     settings = read_settings(line.config) if line.config is not None else {}
@@ -118,15 +118,9 @@ def _resolve(options: type, presets: Any, line: Any) -> Any:
     name = line.preset if line.preset is not None else named if named is None else str(named)
     layers: list[tuple[str, Any]] = []
     if line.given.get("resume"):
-        layers.append(("config.json", saved_settings(line.given.get("out"))))
+        layers.append((SAVED, saved_settings(line.given.get("out"))))
     if name is not None:
-        if not presets:
-            raise UserError("this command has no presets; leave out --preset")
-        if name not in presets:
-            close = get_close_matches(name, presets, n=1)
-            end = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(presets)}"
-            raise UserError(f"unknown preset {name!r}: {end}")
-        layers.append((f"preset {name}", presets[name]))
+        layers.append(preset_layer(options, name))
     if line.config is not None:
         layers.append((Path(line.config).name, settings))
     return resolve(options, [*layers, (FLAGS, line.given)])

@@ -6,7 +6,7 @@ from os import PathLike, fspath
 from typing import Any
 
 from rolecall.config.given import GivenObject
-from rolecall.config.merge import ARGUMENTS, resolve
+from rolecall.config.merge import ARGUMENTS, SAVED, preset_layer, resolve
 from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
 from rolecall.rewards.sources import Named, name_of
@@ -26,15 +26,12 @@ TRL_ARGUMENTS = {
 def options_of(kind: Any, arguments: Mapping[str, Any], *, base: str | None = None, preset: str | None = None) -> Any:
     """The options of a call: a preset that is there without being asked for (`base`), the settings of the run that it
     resumes, a preset, and what is given, each over those before."""
-    for name in (base, preset):
-        if name is not None and name not in kind.presets:
-            raise UserError(f"unknown preset {name!r}; choose one of {', '.join(kind.presets)}")
     settings = settings_of(arguments)
-    layers: list[tuple[str, Any]] = [] if base is None else [(f"preset {base}", kind.presets[base])]
+    layers: list[tuple[str, Any]] = [] if base is None else [preset_layer(kind, base)]
     if settings.get("resume"):
-        layers.append(("config.json", saved_settings(settings.get("out"))))
+        layers.append((SAVED, saved_settings(settings.get("out"))))
     if preset is not None:
-        layers.append((f"preset {preset}", kind.presets[preset]))
+        layers.append(preset_layer(kind, preset))
     return resolve(kind, [*layers, (ARGUMENTS, settings)]).options
 
 

@@ -12,10 +12,10 @@ from rolecall.config.given import resolve_source
 from rolecall.config.parts import ChatOptions, HeldOutOptions, RewardProcessOptions
 from rolecall.errors import UserError
 from rolecall.jobs.building import Job
+from rolecall.jobs.models import reward_of_model
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.row_template import template_kwargs
 from rolecall.recipes.rendering import demonstration_kind, rendered_prompt
-from rolecall.rewards.model import RewardModelReward
 from rolecall.rewards.pool import RewardPool
 from rolecall.rewards.records import Reward
 from rolecall.rewards.sources import Named
@@ -161,9 +161,7 @@ def open_reward(
         raise UserError("a reward's name is empty: give one, such as --reward rewards.py:my_function")
     only = chosen[0].source if isinstance(chosen[0], Named) else chosen[0]
     if len(chosen) == 1 and isinstance(only, str) and Path(only).expanduser().is_dir():
-        from rolecall.jobs.models import model_directory
-
-        return RewardModelReward.load(model_directory(only), weight=1.0 if weights is None else weights[0])
+        return reward_of_model(only, weight=1.0 if weights is None else weights[0])
     pool = stack.enter_context(RewardPool(chosen, weights=weights, **limits.reward_limits()))
     if timer is not None:
         pool.advance = timer.advance

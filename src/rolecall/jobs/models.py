@@ -20,6 +20,7 @@ from rolecall.policy.load import LoadedModel, LoadError, load, reading
 from rolecall.policy.lora import add_adapter, check_installed, continues, has_adapter, load_adapter, merge, merged
 from rolecall.policy.objects import from_objects
 from rolecall.policy.quantize import quantized
+from rolecall.rewards.model import RewardModelReward
 from rolecall.rollout.engine import Engine
 from rolecall.rollout.open import open_engine
 from rolecall.train import checkpoint
@@ -87,6 +88,11 @@ def open_policy(name: str, options: Any) -> LoadedModel:
 def open_reward_model(name: str, **how: Any) -> RewardModel:
     """A reward model, to train on or to start a critic from."""
     return RewardModel.load(model_directory(name), **how)
+
+
+def reward_of_model(name: str, *, weight: float) -> RewardModelReward:
+    """A reward model as a reward."""
+    return RewardModelReward.load(model_directory(name), weight=weight)
 
 
 def start_reward_model(name: str, options: Any) -> RewardModel:
