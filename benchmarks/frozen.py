@@ -143,8 +143,8 @@ def beside(code: Path, place: Path, what: str, only: str) -> dict[str, str]:
 def one_side(what: str, only: str) -> dict[str, str]:
     """Name -> what it printed, or the digest of a file, after all commands have been run here."""
     import rolecall
+    from rolecall.cli import COMMANDS
     from rolecall.cli import main as command_line
-    from rolecall.cli.commands import COMMANDS
 
     found: dict[str, str] = {}
 
@@ -169,9 +169,16 @@ def one_side(what: str, only: str) -> dict[str, str]:
             run(f"{name} resumed", [shlex.split(RUNS[name])[0], "--out", name, "--resume", "--steps", "+1", "--quiet"])
     for file in sorted(Path().rglob("*")):
         if file.is_file() and not file.name.endswith(CLOCKS) and "__pycache__" not in file.parts:
-            found[str(file)] = hashlib.sha256(file.read_bytes()).hexdigest()
+            found[str(file)] = hashlib.sha256(content(file)).hexdigest()
     assert Path(rolecall.__file__).is_relative_to(os.environ["PYTHONPATH"])
     return found
+
+
+def content(file: Path) -> bytes:
+    """A file's bytes; of settings what they say, in whatever order."""
+    if file.name in ("config.json", "manifest.json"):
+        return json.dumps(json.loads(file.read_text()), sort_keys=True).encode()
+    return file.read_bytes()
 
 
 def sayings(text: str) -> str:

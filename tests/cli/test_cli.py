@@ -37,20 +37,9 @@ def run(options):
     return "a result"
 
 
-def plan(options):
-    """What --dry-run adds."""
-    return f"{options.steps} steps"
-
-
 @pytest.fixture(autouse=True)
 def jobs(monkeypatch):
-    added = Command(
-        name="run",
-        about="try something",
-        options="config_options:RunOptions",
-        run=f"{__name__}:run",
-        plan=f"{__name__}:plan",
-    )
+    added = Command(name="run", about="try something", options="config_options:RunOptions", run=f"{__name__}:run")
     monkeypatch.setattr("rolecall.cli.COMMANDS", (*COMMANDS, added))
     seen.clear()
 
@@ -78,12 +67,11 @@ def test_every_command_has_what_it_names(capsys):
         assert main([command.name, "--help"]) == 0
         assert f"usage: rolecall {command.name}" in capsys.readouterr().out
         assert callable(imported(command.run))
-        assert command.plan is None or callable(imported(command.plan))
 
 
 def test_the_page_of_options_covers_every_command_that_has_some():
     with_options = {c.name: imported(c.options) for c in COMMANDS if fields(imported(c.options))}
-    assert dict(documented()) == with_options
+    assert documented() == with_options
 
 
 @pytest.mark.parametrize(

@@ -74,3 +74,6 @@ class RunOptions:
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < self.steps:
             raise ValueError(f"limit {self.limit} is less than steps {self.steps}; raise it")
+
+    def plan(self) -> str:
+        return f"{self.steps} steps"

@@ -6,15 +6,14 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainingArguments
 
-from rolecall.config.expert_iteration import ExpertIterationOptions
 from rolecall.config.flags import parse
 from rolecall.config.foreign_trl import TRL, TRL_ROWS
 from rolecall.config.foreign_verl import VERL
 from rolecall.config.merge import FLAGS, ConfigError, make, resolve
 from rolecall.config.rl import RLOptions
 from rolecall.config.schema import nearest, schema
-from rolecall.config.sft import SFTOptions
 from rolecall.config.show import resolved_yaml
+from rolecall.config.training import ExpertIterationOptions, SFTOptions
 from rolecall.errors import UserError
 
 
@@ -272,9 +271,8 @@ def test_the_nearest_name_is_looked_for_in_the_section_first():
 
 
 def test_commands_that_do_not_take_a_foreign_name_still_tell_ours():
-    from rolecall.config.best_of_n import BestOfNOptions
-    from rolecall.config.eval import EvalOptions
-    from rolecall.config.generate import GenerateOptions
+    from rolecall.config.training import BestOfNOptions
+    from rolecall.config.use import EvalOptions, GenerateOptions
 
     assert nearest("max_completion_length", schema(EvalOptions)) == "sampling.max_new_tokens"
     assert nearest("reward_funcs", schema(BestOfNOptions)) == "reward"
@@ -359,10 +357,7 @@ def test_peft_config():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        (
-            "num_train_epochs",
-            "`steps` takes its place and counts rounds, rows x epochs / `prompts` of them; `epochs` are",
-        ),
+        ("num_train_epochs", "`steps` takes its place and counts rounds, rows x epochs / `prompts` of them"),
         ("max_steps", "it counts optimiser steps, `steps` rounds"),
         ("save_steps", "it counts optimiser steps, `save.every` rounds: give `save.every`"),
         ("per_device_train_batch_size", "`prompts` (per round) and `batch` (kept answers per optimiser step)"),
@@ -376,14 +371,8 @@ def test_names_that_count_something_else_in_expert_iteration_are_refused_with_ou
 
 
 def test_names_that_mean_the_same_in_expert_iteration_are_taken():
-    given = {
-        "num_generations": 3,
-        "learning_rate": 1e-4,
-        "max_completion_length": 7,
-        "temperature": 0.5,
-        "max_steps": -1,
-    }
-    found = make(ExpertIterationOptions, given)
+    names = {"num_generations": 3, "learning_rate": 1e-4, "max_completion_length": 7}
+    found = make(ExpertIterationOptions, {**names, "temperature": 0.5, "max_steps": -1})
     assert (found.samples, found.optim.lr, found.sampling.max_new_tokens) == (3, 1e-4, 7)
     assert (found.sampling.temperature, found.steps, found.epochs) == (0.5, 5, 2)
 

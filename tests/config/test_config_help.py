@@ -42,7 +42,7 @@ def test_all_about_one_key():
 
 
 def test_every_option_of_every_command_is_explained():
-    found = dict(commands())
+    found = commands()
     assert "generate" in found
     for name, options in found.items():
         for part in (*schema(options).options(), *schema(options).sections()):
@@ -52,7 +52,7 @@ def test_every_option_of_every_command_is_explained():
 def test_presets_hold_only_keys_that_exist():
     from rolecall.config.merge import ConfigError, resolve
 
-    for _, options in commands():
+    for options in commands().values():
         for preset, settings in getattr(options, "presets", {}).items():
             try:
                 resolve(options, [(f"preset {preset}", settings)])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from config_options import Lora, Model, Optim, RunOptions
 
-from rolecall.config.merge import FLAGS, ConfigError, from_dict, make, resolve, to_dict
+from rolecall.config.merge import FLAGS, ConfigError, make, resolve, to_dict
 from rolecall.config.rl import RLOptions
 from rolecall.config.sampling import Sampling
 from rolecall.config.show import resolved_yaml
@@ -126,7 +126,7 @@ def test_options_survive_json():
         parts=("1e-5", "off", "null", "é\n\u2028"),
         extra={"a": [1, {"b": None}], "c.d": "x"},
     )
-    assert from_dict(RunOptions, json.loads(json.dumps(to_dict(options)))) == options
+    assert make(RunOptions, json.loads(json.dumps(to_dict(options)))) == options
 
 
 def test_the_resolved_settings_read_back_and_name_their_sources():

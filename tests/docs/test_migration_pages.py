@@ -9,7 +9,7 @@ import pytest
 from rolecall.cli import main
 from rolecall.config.foreign_trl import TRL
 from rolecall.config.foreign_verl import VERL
-from rolecall.jobs.arguments import ARGUMENTS
+from rolecall.jobs.arguments import TRL_ARGUMENTS
 
 DOCS = Path(__file__).parents[2] / "docs"
 OURS = {"algorithm.gamma", "algorithm.lam"}
@@ -28,7 +28,7 @@ def rows(page):
 def test_every_name_stands_on_the_page_with_what_it_is_here(page, table):
     by_name = {entry.name: entry for entry in table}
     shown = {name: (here, how) for names, here, how in rows(page) for name in names}
-    beside = set(ARGUMENTS) - set(by_name) if table is TRL else OURS
+    beside = set(TRL_ARGUMENTS) - set(by_name) if table is TRL else OURS
     assert set(shown) == set(by_name) | beside
     for name, entry in by_name.items():
         here, how = shown[name]
@@ -40,7 +40,7 @@ def test_every_name_stands_on_the_page_with_what_it_is_here(page, table):
 
 def test_arguments_of_trl_stand_on_the_page_with_ours():
     shown = {name: here for names, here, _ in rows("from-trl.md") for name in names}
-    for name, ours in ARGUMENTS.items():
+    for name, ours in TRL_ARGUMENTS.items():
         assert f"`{ours}`" in shown[name]
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from rolecall.config.merge import resolve
-from rolecall.config.sft import SFTOptions
+from rolecall.config.training import SFTOptions
 from rolecall.errors import UserError
-from rolecall.jobs.running import Built, execute
+from rolecall.jobs.building import Built, Job
+from rolecall.jobs.running import run as run_job
 from rolecall.train.loop import LoopOptions
 
 TIMEOUT = 1.5
@@ -72,15 +73,15 @@ def run(place: Path, case: str, rank: int, **settings: Any) -> int:
         learner.load_state_dict(held["learner"])
         return held["extra"]
 
-    def build(options: Any, accelerator: Any, *_: Any) -> Built:
-        learner.accelerator = accelerator
+    def build(job: Job) -> Built:
+        learner.accelerator = job.accelerator
         steps = 6 if case == "slow" else STEPS
         loop = LoopOptions(steps=steps, save_every=0, keep=2, eval_every=0, main="loss")
-        return Built(learner=learner, loop=loop, write=write, read=read, save_model=None, is_finite=lambda: True)
+        return Built(learner=learner, loop=loop, write=write, read=read)
 
     how = {"rows": "none", "out": str(place), "quiet": True, "rank_timeout": TIMEOUT, "grace": 1.5, **settings}
     try:
-        return int(execute("sft", resolve(SFTOptions, [("test", how)]).options, build).outcome.exit_code)
+        return int(run_job(resolve(SFTOptions, [("test", how)]).options, build=build).outcome.exit_code)
     except UserError as error:
         os.write(2, f"{error}\n".encode())
         return error.exit_code

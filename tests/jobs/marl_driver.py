@@ -11,7 +11,7 @@ from resume_driver import differing, forked
 
 from rolecall.config.marl import MARLOptions
 from rolecall.config.merge import resolve
-from rolecall.jobs.calls import run
+from rolecall.jobs.running import run
 
 STEPS = 8
 COMMON = {

@@ -14,7 +14,8 @@ import torch
 from rolecall.config.merge import resolve
 from rolecall.config.rl import RLOptions
 from rolecall.experience.parquet import first_table
-from rolecall.jobs import calls, rl, running
+from rolecall.jobs import building, data, running
+from rolecall.jobs.arguments import settings_of
 from rolecall.rewards.records import Scored
 
 STEPS = 6
@@ -58,16 +59,17 @@ class Letters:
 
 
 def options(kind: str, out: Path, **more: Any) -> RLOptions:
+    """The options of a kind of run; of agents none but the environment scores, others are answered and scored here."""
     preset = RLOptions.presets.get(kind, RLOptions.presets["grpo"])
-    return resolve(RLOptions, [("preset", preset), ("test", {**KINDS[kind], "out": str(out), **more})]).options
+    objects = {} if kind == "agents" else settings_of({"rows": more.pop("rows", ROWS), "reward": reward})
+    settings = {**KINDS[kind], "out": str(out), **objects, **more}
+    return resolve(RLOptions, [("preset", preset), ("test", settings)]).options
 
 
 def train(kind: str, out: Path, **more: Any) -> int:
     """One run in this process; its exit code."""
-    if kind == "agents":
-        return int(calls.run(options(kind, out, **more)).outcome.exit_code)
-    rl.open_reward = lambda *args, **kwargs: Letters()
-    return int(calls.run(options(kind, out, **more), calls.Objects(rows=ROWS, reward=[reward])).outcome.exit_code)
+    data.open_reward = lambda *args, **kwargs: Letters()
+    return int(running.run(options(kind, out, **more)).outcome.exit_code)
 
 
 def reward(completions, **kwargs):
@@ -102,14 +104,14 @@ def die_in_save(call: int) -> None:
 
         return inner
 
-    write = running.write_checkpoint
+    write = building.write_checkpoint
 
     def begun(*args: object, **options: object) -> None:
         nonlocal count
         count = max(count, 0)
         write(*args, **options)
 
-    running.write_checkpoint = begun
+    building.write_checkpoint = begun
     for name in ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir"):
         setattr(os, name, counted(getattr(os, name)))
 

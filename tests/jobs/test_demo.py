@@ -7,7 +7,7 @@ import pytest
 
 from rolecall.cli import main
 from rolecall.cli.demo import run
-from rolecall.config.demo import DemoOptions
+from rolecall.config.use import DemoOptions
 from rolecall.errors import UserError
 from rolecall.jobs import demo as module
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.config.sft import SFTOptions
+from rolecall.config.training import SFTOptions
 from rolecall.errors import UserError
-from rolecall.jobs.running import Built, execute
+from rolecall.jobs.building import Built
+from rolecall.jobs.running import run as run_job
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.loop import LoopOptions
 
@@ -48,18 +49,17 @@ def run(place: Path, happen, *, save_every=0, steps=3):
     def write(directory: Path, extra):
         (directory / "state.json").write_text(json.dumps(extra))
 
-    def build(options, accelerator, timer, stack):
+    def build(job):
         return Built(
             learner=Breaking(happen),
             loop=LoopOptions(steps=steps, save_every=save_every, keep=2, eval_every=0, main="loss"),
             write=write,
             read=lambda directory: json.loads((directory / "state.json").read_text()),
             save_model=lambda directory: (directory.mkdir(), (directory / "weights").write_bytes(b"x" * 100_000)),
-            is_finite=lambda: True,
         )
 
     try:
-        return execute("sft", SFTOptions(rows="none", out=str(place), quiet=True), build).outcome
+        return run_job(SFTOptions(rows="none", out=str(place), quiet=True), build=build).outcome
     except UserError as error:
         return error
 

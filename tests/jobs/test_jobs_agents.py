@@ -270,7 +270,7 @@ def test_rows_of_a_task_bring_their_environment(tmp_path):
 @pytest.mark.filterwarnings("ignore:the rows or the environment bring tools")  # the built-in template has none
 def test_environments_of_others_are_trained_in(env, rows, tmp_path, monkeypatch):
     """Gymnasium's, reasoning-gym's as one turn, and a class of TRL's kind; an untrained model earns nothing in them."""
-    monkeypatch.setattr(training, "open_reward", lambda *args, **kwargs: Bytes())
+    monkeypatch.setattr(training, "open_training_reward", lambda *args, **kwargs: Bytes())
     short = {**SHORT, "steps": 1, "agent.max_turns": 3}
     run = rolecall.rl(env=env, rows=rows, reward=even, out=str(tmp_path / "run"), **short)
     (line,) = run.metrics

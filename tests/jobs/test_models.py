@@ -11,7 +11,7 @@ import torch
 
 import rolecall
 from rolecall.config.parts import PolicyOptions
-from rolecall.config.sft import SFTOptions
+from rolecall.config.training import SFTOptions
 from rolecall.errors import UserError
 from rolecall.jobs.models import open_model, open_policy
 from rolecall.policy import lora

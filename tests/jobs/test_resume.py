@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from resume_driver import ROWS, STEPS, Letters, differing, interrupt, options, promised, reward
+from resume_driver import ROWS, STEPS, Letters, differing, interrupt, options, promised
 
 import rolecall
 from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
-from rolecall.jobs import calls, resuming, rl
+from rolecall.jobs import data, resuming, running
 from rolecall.jobs.models import model_directory
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.manifest import seal
@@ -58,22 +58,22 @@ def test_many_interruptions(tmp_path, kind, seed):
 @pytest.fixture(autouse=True)
 def letters(monkeypatch):
     """The reward in this process."""
-    monkeypatch.setattr(rl, "open_reward", lambda *args, **kwargs: Letters())
+    monkeypatch.setattr(data, "open_reward", lambda *args, **kwargs: Letters())
 
 
-def run(kind, out, *, rows=ROWS, **more):
-    return calls.run(options(kind, out, **more), calls.Objects(rows=rows, reward=[reward]))
+def run(kind, out, **more):
+    return running.run(options(kind, out, **more))
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A GRPO run of two steps, to copy."""
     place = tmp_path_factory.mktemp("finished") / "run"
-    before, rl.open_reward = rl.open_reward, lambda *args, **kwargs: Letters()
+    before, data.open_reward = data.open_reward, lambda *args, **kwargs: Letters()
     try:
         assert run("grpo", place, steps=2).outcome.exit_code == 0
     finally:
-        rl.open_reward = before
+        data.open_reward = before
     return place
 
 
@@ -184,10 +184,10 @@ def test_a_directory_without_config_that_is_no_beginning_is_not_resumed(tmp_path
 
 
 def test_a_preset_holds_for_a_run_that_begins_by_being_resumed(tmp_path, monkeypatch):
-    def stop(command, options, *_, **__):
+    def stop(options, **_):
         raise InterruptedError(options.algorithm)
 
-    monkeypatch.setattr(calls, "execute", stop)
+    monkeypatch.setattr(running, "run", stop)
     (tmp_path / ".lock").touch()
     found = []
     for how in ({"out": str(tmp_path), "resume": True}, {}):
@@ -273,7 +273,7 @@ def test_a_rollout_dropped_at_sigterm_is_drawn_again_to_the_same_bytes(tmp_path,
             return super().score(samples, state=state)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rl, "open_reward", lambda *args, **kwargs: Hanging())
+        patch.setattr(data, "open_reward", lambda *args, **kwargs: Hanging())
         stopped = run("grpo", tmp_path / "run", steps=2, grace=0.3, **{"save.every": 0}).outcome
     assert (stopped.exit_code, stopped.step, stopped.dropped) == (ExitCode.TERMINATED, 1, True)
     assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir()
@@ -322,14 +322,14 @@ def test_a_signal_saves_says_how_to_go_on_and_has_its_exit_code(tmp_path, number
             return super().score(samples, state=state)
 
     stopping = Stopping()
-    monkeypatch.setattr(rl, "open_reward", lambda *args, **kwargs: stopping)
+    monkeypatch.setattr(data, "open_reward", lambda *args, **kwargs: stopping)
     stopped = run("grpo", tmp_path / "run", steps=STEPS)
     assert stopped.outcome.exit_code == ExitCode(code)
     assert stopped.outcome.step == 2
     assert not (tmp_path / "run" / "model").exists()
     assert _finish(stopped, "rl", quiet=True) == code
     assert f"resume with: rolecall rl --out {tmp_path / 'run'} --resume" in capfd.readouterr().err
-    monkeypatch.setattr(rl, "open_reward", lambda *args, **kwargs: Letters())
+    monkeypatch.setattr(data, "open_reward", lambda *args, **kwargs: Letters())
     run("grpo", tmp_path / "run", steps=3, resume=True)
     run("grpo", tmp_path / "whole", steps=3)
     assert [n for n in differing(tmp_path / "run", tmp_path / "whole") if not n.endswith("manifest.json")] == []

@@ -12,8 +12,7 @@ from rolecall.cli import main
 from rolecall.config.merge import ConfigError, resolve
 from rolecall.config.parts import HeldOutOptions
 from rolecall.config.rl import RLOptions
-from rolecall.config.rm import RMOptions
-from rolecall.config.sft import SFTOptions
+from rolecall.config.training import RMOptions, SFTOptions
 from rolecall.errors import UserError
 from rolecall.jobs.agents import episode_rows
 from rolecall.jobs.data import preferences, prompt_rows, steps_of
@@ -192,7 +191,7 @@ def test_passes_and_their_resumption(tmp_path):
 
 
 def test_passes_beside_steps():
-    with pytest.raises(ConfigError, match="`steps` in the call and `epochs` in the call are both given; keep one"):
+    with pytest.raises(ConfigError, match="`steps` and `epochs` are both given; keep one"):
         run("sft", steps=2, epochs=1)
     layers = [("preset", {"steps": 5}), ("the call", {"epochs": 2})]
     assert resolve(RLOptions, layers).options.epochs == 2

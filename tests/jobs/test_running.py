@@ -13,7 +13,7 @@ from resume_driver import forked
 import rolecall.jobs.sft  # noqa: F401  (here, or every child would import it)
 from rolecall.cli import main
 from rolecall.config.plan import TINY_VOCABULARY, logits_line, ranks_line, vocabulary_of
-from rolecall.config.sft import SFTOptions
+from rolecall.config.training import SFTOptions
 from rolecall.jobs.running import Run, _open, next_free, unless_stopped
 from rolecall.policy.tiny import tiny_config
 from rolecall.train.exit_codes import ExitCode
@@ -23,7 +23,7 @@ from rolecall.train.loop import Outcome
 def test_two_jobs_without_a_name_never_share_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     both = next_free("sft")
-    with _open("sft", SFTOptions(), both) as first, _open("sft", SFTOptions(), both) as second:
+    with _open(SFTOptions(), both) as first, _open(SFTOptions(), both) as second:
         assert [first.path.name, second.path.name] == ["sft-1", "sft-2"]
 
 

@@ -1,12 +1,16 @@
 """The Python functions take what TRL's trainers take, under their names."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 import rolecall
 from rolecall.agents.adapters import ToolsEnv
+from rolecall.config.given import resolve_source
+from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
+from rolecall.jobs.arguments import options_of, settings_of
 
 ROWS = [{"prompt": [{"role": "user", "content": f"{a}+1="}], "solution": str(a + 1)} for a in range(4)]
 SMALL = {"model": "tiny", "quiet": True, "train_dataset": ROWS, "num_generations": 2, "max_completion_length": 4}
@@ -122,8 +126,8 @@ def test_an_environment_factory_is_an_environment():
         ({"tools": [add], "reward": spoken, "env": Counter}, "make them methods of its class"),
         ({"tools": ["add"], "reward": spoken}, r"tools are functions, as in tools=\[add\], got 'add'"),
         ({"environment_factory": {"a": Counter}}, "a run has one environment"),
-        ({"samples": 4, "reward": accuracy}, "`num_generations` in the call sets `samples`, and so does `samples`"),
-        ({"reward": accuracy, "num_generaton": 4}, "unknown key `num_generaton` in the call: did you mean"),
+        ({"samples": 4, "reward": accuracy}, "`num_generations` sets `samples`, and so does `samples`"),
+        ({"reward": accuracy, "num_generaton": 4}, "unknown key `num_generaton`: did you mean"),
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(given, sentence):
@@ -135,3 +139,18 @@ def test_sft_takes_them_too():
     rows = [{"prompt": "1+1=", "completion": "2"}] * 4
     run = rolecall.sft(model="tiny", train_dataset=rows, per_device_train_batch_size=2, max_steps=1, quiet=True)
     assert json.loads((run.path / "config.json").read_text())["batch"] == 2
+
+
+def test_objects_travel_in_the_settings_under_what_config_json_says_of_them():
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    given = settings_of({"rows": rows, "eval_data": Path("eval.jsonl"), "reward": [accuracy, "exact"], "env": None})
+    assert given == {
+        "rows": "(given in Python) 2 rows",
+        "eval.data": "eval.jsonl",
+        "reward": ("(given in Python) accuracy", "exact"),
+    }
+    found = options_of(RLOptions, {"rows": rows, "reward": accuracy})
+    assert resolve_source(found.rows, "rows") is rows
+    assert [resolve_source(one, "reward") for one in found.reward] == [accuracy]
+    with pytest.raises(UserError, match="this run's rows came from Python: resume it from Python too"):
+        resolve_source(str(found.rows), "rows")

@@ -9,7 +9,7 @@ import pytest
 
 from rolecall.config.audit import AuditOptions
 from rolecall.errors import UserError
-from rolecall.jobs.calls import options_of
+from rolecall.jobs.arguments import options_of
 from rolecall.maths.roles import Verdict
 from rolecall.policy.load import load
 from rolecall.policy.tiny import tiny_tokenizer

@@ -5,9 +5,9 @@ import torch
 from accelerate import Accelerator
 from test_metrics_docs import unknown
 
-from rolecall.config.dpo import DPOOptions
 from rolecall.config.merge import make
 from rolecall.config.parts import ChatOptions
+from rolecall.config.training import DPOOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import load
 from rolecall.policy.model import PolicyModel

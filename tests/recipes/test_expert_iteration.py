@@ -8,8 +8,8 @@ from accelerate import Accelerator
 from learners import ROWS, STOP, Plain
 from test_metrics_docs import unknown
 
-from rolecall.config.expert_iteration import ExpertIterationOptions
 from rolecall.config.merge import make
+from rolecall.config.training import ExpertIterationOptions
 from rolecall.errors import UserError
 from rolecall.experience.store import read_rollouts
 from rolecall.policy.load import load

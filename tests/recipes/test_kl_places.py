@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rolecall.config.merge import resolve
-from rolecall.config.rl import AlgorithmOptions, RLOptions, plan
+from rolecall.config.rl import AlgorithmOptions, RLOptions
 from rolecall.look.records import kl_kind_of
 from rolecall.maths.kl import KINDS, exact_kl, kl_estimate
 from rolecall.maths.roles import Role, TrainRule
@@ -146,10 +146,10 @@ def test_every_preset_resolves_to_a_kind_that_its_place_allows(preset):
 
 def test_the_plan_says_which_kl_is_used_where():
     reward = options_of("grpo", **{"algorithm.kl_coef": 0.1, "algorithm.kl_in": "reward"})
-    assert "reference: yes (KL k1 in the reward, weight 0.1);" in plan(reward)
+    assert "reference: yes (KL k1 in the reward, weight 0.1);" in reward.plan()
     rising = options_of("grpo", **{"algorithm.kl_coef": 0.1, "algorithm.kl_warmup": 30})
-    assert "reference: yes (KL k3 in the loss, weight 0.1, rising over 30 steps);" in plan(rising)
-    assert "reference: no;" in plan(options_of("grpo"))
+    assert "reference: yes (KL k3 in the loss, weight 0.1, rising over 30 steps);" in rising.plan()
+    assert "reference: no;" in options_of("grpo").plan()
 
 
 @pytest.mark.parametrize("place", ["loss", "reward"])

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from short_runs import GRPO, GRPO_KL, PPO, REINFORCE, Evenness, guard_of, learner_of, policy_of, run
 
 from rolecall.config.parts import OptimOptions
-from rolecall.config.sft import SFTOptions
+from rolecall.config.training import SFTOptions
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.records import Records
 from rolecall.recipes.sampling import trajectory_of

@@ -6,7 +6,6 @@ import pytest
 import torch
 from learners import learner_of, options_of, weights_of
 
-from rolecall.config.rl import plan, weights_line
 from rolecall.policy.load import load
 from rolecall.rollout.native import NativeEngine
 from rolecall.train.step import trained
@@ -50,16 +49,16 @@ def learner(**settings):
 def test_when_it_is_done(settings, weighed):
     options = options_of("grpo", **settings)
     assert (options.fresh_weights is not None) is weighed
-    assert (weights_line(options) is not None) is weighed
+    assert (options.weights_line is not None) is weighed
     assert (options.old_source == "recompute") is weighed
-    assert ("weighed" in plan(options)) is weighed
+    assert ("weighed" in options.plan()) is weighed
 
 
 def test_what_the_user_asks_for_goes_before():
     asked = {"replay.weigh_fresh": True, "replay.weights": "mask", "algorithm.old_logprobs": "recompute"}
     options = options_of("grpo", **asked, **BF16)
     assert options.fresh_weights == options.replay
-    assert weights_line(options) is None
+    assert options.weights_line is None
 
 
 def test_the_weight_is_that_of_the_whole_answer():

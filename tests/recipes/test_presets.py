@@ -7,7 +7,7 @@ import pytest
 import torch
 from learners import STOP, learner_of, options_of, weights_of
 
-from rolecall.config.rl import AlgorithmOptions, RLOptions, plan
+from rolecall.config.rl import AlgorithmOptions, RLOptions
 from rolecall.maths.reduce import aggregate
 from rolecall.maths.roles import Verdict
 from rolecall.policy.model import Outputs
@@ -399,5 +399,5 @@ def test_choices_that_do_not_go_together_are_refused(preset, settings, message):
 
 
 def test_the_plan_names_what_is_sampled_beside():
-    assert "up to 4 rounds of sampling per step, at most 8 prompts" in plan(small("dapo"))
-    assert "2 greedy answers" in plan(small("remax"))
+    assert "up to 4 rounds of sampling per step, at most 8 prompts" in small("dapo").plan()
+    assert "2 greedy answers" in small("remax").plan()

@@ -175,7 +175,7 @@ def silent(monkeypatch):
 
     monkeypatch.setattr(NativeEngine, "generate", refuse)
     monkeypatch.setattr(NativeEngine, "stream", refuse)
-    monkeypatch.setattr(job, "open_reward", refuse)
+    monkeypatch.setattr(job, "open_training_reward", refuse)
     monkeypatch.setattr(job, "prompt_rows", refuse)
 
 

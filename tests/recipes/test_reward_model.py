@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from rolecall.config.merge import to_dict
 from rolecall.config.parts import ChatOptions, HeldOutOptions, OptimOptions, PolicyOptions
-from rolecall.config.rm import RMOptions
+from rolecall.config.training import RMOptions
 from rolecall.jobs.data import preferences
 from rolecall.jobs.models import start_reward_model
 from rolecall.maths.losses import bradley_terry

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 import rolecall
 from rolecall.config.merge import resolve
 from rolecall.config.parts import ChatOptions
-from rolecall.config.sft import SFTOptions
+from rolecall.config.training import SFTOptions
 from rolecall.jobs.data import demonstrated
 from rolecall.maths.roles import Role, Verdict
 from rolecall.policy.load import load

@@ -4,9 +4,8 @@ import pytest
 from accelerate import Accelerator
 from learners import ROWS, STOP, Plain, learner_of, options_of
 
-from rolecall.config.best_of_n import BestOfNOptions
-from rolecall.config.expert_iteration import ExpertIterationOptions
 from rolecall.config.merge import make
+from rolecall.config.training import BestOfNOptions, ExpertIterationOptions
 from rolecall.policy.load import load
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.ask import Asker

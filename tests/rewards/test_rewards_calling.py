@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rolecall.config.parts import RewardProcessOptions
 from rolecall.jobs.data import open_reward
 from rolecall.rewards import RewardError, RewardPool, Sample, Scored
 from rolecall.rewards.calling import inspect_function, text_of
@@ -125,14 +126,14 @@ def test_a_row_that_lacks_what_others_have_is_given_none_in_a_round_of_its_own_t
 def test_rows_that_lack_what_a_reward_asks_for_are_counted_in_one_line(caplog):
     rows = ListRows([{"prompt": "q", "target": "1"}, {"prompt": "q", "target": None}, {"prompt": "q", "answer": "2"}])
     with ExitStack() as stack:
-        open_reward([first, "exact"], None, stack, weights=None, deadline_s=60, rows=rows)
+        open_reward([first, "exact"], None, stack, RewardProcessOptions(), rows=rows)
     assert [record.getMessage() for record in caplog.records] == [
         "2 of 3 rows have no `target`, which a reward asks for: it gets None there",
         "2 of 3 rows have no answer, which a reward asks for: it gets None there",
     ]
     caplog.clear()
     with ExitStack() as stack:
-        open_reward([first], None, stack, weights=None, deadline_s=60, rows=ListRows([{"prompt": "q", "target": "1"}]))
+        open_reward([first], None, stack, RewardProcessOptions(), rows=ListRows([{"prompt": "q", "target": "1"}]))
     assert not caplog.records
 
 

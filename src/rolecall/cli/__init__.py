@@ -19,8 +19,6 @@ from rolecall.cli.watched import watched
 from rolecall.errors import UserError
 
 _ERROR, _USAGE, _INTERRUPTED = 1, 2, 130
-_LIGHT = ("env", "push", "report")
-"""Commands that load no model."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,9 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _answer(argv: Sequence[str] | None) -> int:
     # Threads that spin while they wait make a busy machine many times slower; read when torch is loaded, later.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if (
-        os.environ.get("WORLD_SIZE", "1") != "1"
-    ):  # torch writes C++ frames when a peer is lost; a sentence of ours says it
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        # torch writes C++ frames when a peer is lost; a sentence of ours says it
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = list(sys.argv[1:] if argv is None else argv)
     _make_printable(sys.stdout)
@@ -104,11 +101,11 @@ def _run(command: Command, words: Sequence[str]) -> int:
         from rolecall.config.show import resolved_yaml
 
         print(resolved_yaml(resolved), end="")
-        if command.plan is not None:
-            print(f"\n{imported(command.plan)(resolved.options)}")
+        if hasattr(options, "plan"):
+            print(f"\n{resolved.options.plan()}")
         return 0
     check_paths(resolved.options)
-    if command.name not in _LIGHT:
+    if not command.light:
         check_address_space()
     run = imported(command.run)
     gc.freeze()  # modules stay: collections need not search them
@@ -119,7 +116,7 @@ def _run(command: Command, words: Sequence[str]) -> int:
 def _resolve(options: type, presets: Any, line: Any) -> Any:
     """Preset < file < flags; under them, for a run to go on with, its own settings. A file may name its preset."""
     from rolecall.config.files import read_settings
-    from rolecall.config.merge import FLAGS, resolve
+    from rolecall.config.merge import FLAGS, SAVED, preset_layer, resolve
     from rolecall.config.resume import saved_settings
 
     settings = read_settings(line.config) if line.config is not None else {}
@@ -127,15 +124,9 @@ def _resolve(options: type, presets: Any, line: Any) -> Any:
     name = line.preset if line.preset is not None else named if named is None else str(named)
     layers: list[tuple[str, Any]] = []
     if line.given.get("resume"):
-        layers.append(("config.json", saved_settings(line.given.get("out"))))
+        layers.append((SAVED, saved_settings(line.given.get("out"))))
     if name is not None:
-        if not presets:
-            raise UserError("this command has no presets; leave out --preset")
-        if name not in presets:
-            close = get_close_matches(name, presets, n=1)
-            end = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(presets)}"
-            raise UserError(f"unknown preset {name!r}: {end}")
-        layers.append((f"preset {name}", presets[name]))
+        layers.append(preset_layer(options, name))
     if line.config is not None:
         layers.append((Path(line.config).name, settings))
     return resolve(options, [*layers, (FLAGS, line.given)])

@@ -1,6 +1,6 @@
 """The table of commands. What a row names is imported when it is needed, so that `--help` never waits for torch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rolecall.heavy import import_heavy
@@ -8,55 +8,69 @@ from rolecall.heavy import import_heavy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """One word behind `rolecall`. Functions and classes are given as "module:name"."""
+    """One word after `rolecall`. Functions and classes are given as "module:name"."""
 
     name: str
     """The word."""
     about: str
     """What it does, in half a line."""
     options: str
-    """Its dataclass of options; an attribute `presets` of it holds nested settings by name."""
+    """Its dataclass of options. An attribute `presets` of it holds nested settings by name, and its method `plan` returns
+    what --dry-run says below the settings."""
     run: str
     """Takes the options and does the work. An int that it returns is the exit code; anything else is 0."""
-    plan: str | None = None
-    """Takes the options and returns what --dry-run says below the settings."""
+    light: bool = False
+    """True if it loads no model."""
 
 
-def _command(name: str, about: str, options: str, *, trains: bool = False) -> Command:
-    """A row whose modules are called as the command is. Those that train run in the same way, and have a plan."""
-    module = name.replace("-", "_")
-    return Command(
-        name=name,
-        about=about,
-        options=f"rolecall.config.{module}:{options}",
-        run=f"rolecall.cli.{'train' if trains else module}:run",
-        plan=f"rolecall.config.{module}:plan" if trains else None,
-    )
+def _trains(name: str, about: str, options: str) -> Command:
+    return Command(name=name, about=about, options=f"rolecall.config.{options}", run="rolecall.cli.train:run")
+
+
+def _uses(name: str, about: str, options: str, run: str, *, light: bool = False) -> Command:
+    return Command(name=name, about=about, options=f"rolecall.config.{options}", run=f"rolecall.cli.{run}", light=light)
 
 
 COMMANDS = (
-    _command("demo", "SFT, a reward model, PPO and GRPO on the built-in model, in minutes", "DemoOptions"),
-    _command("sft", "supervised fine-tuning on demonstrations", "SFTOptions", trains=True),
-    _command("rm", "a reward model from preferences", "RMOptions", trains=True),
-    _command("rl", "reinforcement learning from a reward", "RLOptions", trains=True),
-    _command("dpo", "a policy from preferences, without a reward model", "DPOOptions", trains=True),
-    _command("best-of-n", "the best of n answers to every prompt, and what n buys", "BestOfNOptions", trains=True),
-    _command(
-        "expert-iteration", "rounds of sampling and imitating the good answers", "ExpertIterationOptions", trains=True
+    _uses(
+        "demo",
+        "SFT, a reward model, PPO and GRPO on the built-in model, in minutes",
+        "use:DemoOptions",
+        "demo:run",
     ),
-    _command("marl", "agents that learn together: IQL, VDN, QMIX, IPPO, MAPPO", "MARLOptions", trains=True),
-    replace(
-        _command("audit", "look before training: model, template, rows and reward", "AuditOptions"),
-        plan="rolecall.config.rl:plan",
+    _trains("sft", "supervised fine-tuning on demonstrations", "training:SFTOptions"),
+    _trains("rm", "a reward model from preferences", "training:RMOptions"),
+    _trains("rl", "reinforcement learning from a reward", "rl:RLOptions"),
+    _trains("dpo", "a policy from preferences, without a reward model", "training:DPOOptions"),
+    _trains("best-of-n", "the best of n answers to every prompt, and what n buys", "training:BestOfNOptions"),
+    _trains("expert-iteration", "rounds of sampling and imitating the good answers", "training:ExpertIterationOptions"),
+    _trains("marl", "agents that learn together: IQL, VDN, QMIX, IPPO, MAPPO", "marl:MARLOptions"),
+    _uses("audit", "look before training: model, template, rows and reward", "audit:AuditOptions", "tokens:audit"),
+    _uses("rescore", "another reward for the answers a run has stored", "use:RescoreOptions", "printing:rescore"),
+    _uses("eval", "how good a model is on held-out rows", "use:EvalOptions", "printing:evaluate"),
+    _uses("generate", "answers from a model, whole or token by token", "use:GenerateOptions", "tokens:generate"),
+    _uses("play", "episodes of several turns, as a conversation or token by token", "use:PlayOptions", "tokens:play"),
+    _uses(
+        "report",
+        "a page to look at a run: curves, and answers token by token",
+        "use:ReportOptions",
+        "printing:report",
+        light=True,
     ),
-    _command("rescore", "another reward for the answers a run has stored", "RescoreOptions"),
-    _command("eval", "how good a model is on held-out rows", "EvalOptions"),
-    _command("generate", "answers from a model, whole or token by token", "GenerateOptions"),
-    _command("play", "episodes of several turns, as a conversation or token by token", "PlayOptions"),
-    _command("report", "a page to look at a run: curves, and answers token by token", "ReportOptions"),
-    _command("push", "a run's model on the Hugging Face hub, with a card made from the run", "PushOptions"),
-    _command("conformance", "which cases of masks, returns, KL and losses a library passes", "ConformanceOptions"),
-    _command("env", "versions and hardware, to paste into a bug report", "EnvOptions"),
+    _uses(
+        "push",
+        "a run's model on the Hugging Face hub, with a card made from the run",
+        "use:PushOptions",
+        "printing:push",
+        light=True,
+    ),
+    _uses(
+        "conformance",
+        "which cases of masks, returns, KL and losses a library passes",
+        "use:ConformanceOptions",
+        "printing:conformance",
+    ),
+    _uses("env", "versions and hardware, to paste into a bug report", "use:EnvOptions", "printing:env", light=True),
 )
 
 

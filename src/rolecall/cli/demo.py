@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rolecall.cli.train import display
-from rolecall.config.demo import DemoOptions
+from rolecall.cli.progress import display
+from rolecall.config.use import DemoOptions
 from rolecall.jobs.demo import LEARNS_FROM, TASK, Demo, demo
 from rolecall.train.progress import duration
 from rolecall.visible import visible_text

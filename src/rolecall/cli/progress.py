@@ -1,13 +1,25 @@
 """Progress on a terminal: a line per step, a bar for the run, a bar for the phase of the moment."""
 
+import logging
+import sys
 import time
 from collections.abc import Mapping
 
+from rich import progress as rich_progress
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
-from rolecall.train.progress import Rate
+from rolecall.train.progress import Lines, Progress, Quiet, Rate
+
+
+def display(*, quiet: bool) -> Progress:
+    """Bars on a terminal, plain lines elsewhere, nothing if quiet; warnings are shown either way."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("rolecall").setLevel(logging.WARNING if quiet else logging.INFO)
+    if quiet:
+        return Quiet()
+    return Bars() if sys.stderr.isatty() else Lines()
 
 
 class Bars:
@@ -15,7 +27,7 @@ class Bars:
 
     def __init__(self, console: Console | None = None, *, every_s: float = 1.0) -> None:
         """Steps that follow each other faster than `every_s` do not have a line each."""
-        self._bars = Progress(
+        self._bars = rich_progress.Progress(
             SpinnerColumn(),
             TextColumn("{task.description:9}", markup=False),
             BarColumn(bar_width=24),

@@ -1,25 +1,22 @@
 """The training commands: progress on the terminal, a summary at the end, the exit code."""
 
 import json
-import logging
 import os
 import sys
 from shlex import quote
 from textwrap import fill
 from typing import Any
 
-from rolecall.cli.progress import Bars
+from rolecall.cli.progress import display
+from rolecall.jobs import running
 from rolecall.jobs.running import Run
 from rolecall.train.exit_codes import ExitCode
-from rolecall.train.progress import Lines, Progress, Quiet
 
 
 def run(options: Any) -> int:
     """Run a training command: progress while it runs, then what it made."""
-    from rolecall.jobs.calls import run as run_job
-
     command = options.command
-    done = run_job(options, progress=display(quiet=options.quiet))
+    done = running.run(options, progress=display(quiet=options.quiet))
     if command == "best-of-n" and not options.quiet and done.outcome.exit_code == ExitCode.DONE:
         _show_best(done)
     return _finish(done, command, quiet=options.quiet)
@@ -37,15 +34,6 @@ def _show_best(done: Run) -> None:
         shown = "  ".join(f"{side['mean']:8.4f} ± {side['standard_error']:.3f}" for side in sides)
         print(f"{line['k']:8d}  {shown}  {line['kl_bound']:10.2f}")
     print(f"answers: {done.path / ANSWERS}")
-
-
-def display(*, quiet: bool) -> Progress:
-    """Bars on a terminal, plain lines elsewhere, nothing if quiet; warnings are shown either way."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("rolecall").setLevel(logging.WARNING if quiet else logging.INFO)
-    if quiet:
-        return Quiet()
-    return Bars() if sys.stderr.isatty() else Lines()
 
 
 def _finish(run: Run, command: str, *, quiet: bool) -> int:

@@ -1,10 +1,10 @@
 """Options of `rolecall audit`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from rolecall.config.rl import RLOptions
-from rolecall.config.sft import SFTOptions
+from rolecall.config.training import SFTOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +15,7 @@ class AuditOptions(RLOptions):
     trained, and `out` is not written to.
     """
 
+    command: ClassVar[str] = "audit"
     out: str | None = None
     """Not written to. With resume: the run whose settings are audited."""
     resume: bool = False
@@ -52,7 +53,7 @@ class AuditOptions(RLOptions):
         return SFTOptions.max_length if self.max_length is None else self.max_length
 
     def __post_init__(self) -> None:
-        RLOptions.__post_init__(self)
+        super().__post_init__()
         if self.groups < 1 or self.show < 0:
             raise ValueError(f"groups must be at least 1 and show at least 0, got {self.groups} and {self.show}")
         if self.gold_form is not None and "{}" not in self.gold_form:

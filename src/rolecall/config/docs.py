@@ -36,7 +36,7 @@ result, each with the place it comes from; what it prints can be saved and used 
 def options_page() -> str:
     """The whole page: every dataclass in `rolecall.config` whose name ends in Options, by command."""
     lines = [_INTRODUCTION]
-    found = dict(commands())
+    found = commands()
     for name, options in found.items():
         section = schema(options)
         lines += ["", f"## rolecall {name}", "", section.about]
@@ -52,14 +52,14 @@ def options_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def commands() -> Iterator[tuple[str, type]]:
-    """The commands that have options, by name: the module of `rolecall.config` that holds them is named like it."""
+def commands() -> dict[str, type]:
+    """The dataclasses of `rolecall.config` that name a command of their own and have options, by that name."""
+    found: dict[str, type] = {}
     for module in iter_modules(rolecall.config.__path__):
-        content = vars(import_module(f"rolecall.config.{module.name}"))
-        wanted = f"{module.name.title().replace('_', '')}Options".lower()
-        for name, value in content.items():
-            if name.lower() == wanted and next(schema(value).options(), None) is not None:
-                yield module.name.replace("_", "-"), value
+        for value in vars(import_module(f"rolecall.config.{module.name}")).values():
+            if isinstance(value, type) and "command" in vars(value) and any(schema(value).options()):
+                found[value.command] = value  # type: ignore[attr-defined]
+    return dict(sorted(found.items()))
 
 
 def _table(group: Section) -> Iterator[str]:

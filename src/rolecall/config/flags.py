@@ -13,6 +13,7 @@ text alone does not say what is meant: `none`, lists, and values in mappings who
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
 from rolecall.config.foreign import Foreign, lookup
@@ -24,7 +25,7 @@ _WORDS = {"true": True, "false": False, "none": None}
 
 @dataclass(kw_only=True)
 class CommandLine:
-    """What was written behind a command."""
+    """What was written after a command."""
 
     given: dict[str, Any] = field(default_factory=dict)
     """The options, by dotted key."""
@@ -63,7 +64,7 @@ class _Reader:
         """Take one option, with its value, from the words."""
         word = self.words.popleft()
         if word in ("-h", "--help"):
-            self.line.help = self._value_behind() or ""
+            self.line.help = self._value_after() or ""
         elif not word.startswith("--") or word == "--":
             self._stray(word)
         else:
@@ -76,7 +77,7 @@ class _Reader:
         if name in self._options:
             self._set(self._options[name], f"--{written}", text)
         elif name in self._switched:
-            text = text if text is not None else self._word_behind()
+            text = text if text is not None else self._word_after()
             self.line.given[name] = None if text in ("none", "false") else {}
         elif name != positive and positive in self._switched:
             self.line.given[positive] = None
@@ -85,7 +86,7 @@ class _Reader:
                 self.problems.append(f"--{written} takes no value, got {text!r}")
             self.line.given[self._options[positive].key] = False
         elif name in ("config", "preset"):
-            text = text if text is not None else self._value_behind()
+            text = text if text is not None else self._value_after()
             if not text:
                 self.problems.append(f"--{written} needs a {'file' if name == 'config' else 'name'}")
             setattr(self.line, name, text)
@@ -98,10 +99,8 @@ class _Reader:
         elif option := self._mapping_of(written):
             key = written[len(option.flag) + 1 :]
             if (text := self._needed(written, text)) is not None:
-                from rolecall.config.files import read_value
-
                 before = self.line.given.get(option.key)
-                added = {key: read_value(text, where=f"--{written}")}
+                added = {key: _yaml(text, f"--{written}")}
                 self.line.given[option.key] = {**before, **added} if isinstance(before, dict) else added
         else:
             self._unknown(written, text)
@@ -110,7 +109,7 @@ class _Reader:
         """Read the option's value; `key` is what it is given as, if not the option's own."""
         given, key = self.line.given, key or option.key
         if option.switch:
-            text = text if text is not None else self._word_behind()
+            text = text if text is not None else self._word_after()
             given[key] = True if text is None else _WORDS.get(text.lower(), text)
             return
         if (text := self._needed(flag[2:], text)) is None:
@@ -120,9 +119,7 @@ class _Reader:
         elif option.many is not None:
             given[key] = [*(given.get(key) or []), *_elements(option.many, text)]
         elif option.mapping:
-            from rolecall.config.files import read_value
-
-            given[key] = read_value(text, where=flag)
+            given[key] = _yaml(text, flag)
         else:
             given[key] = _value(option.type, text)
 
@@ -131,22 +128,20 @@ class _Reader:
         if entry.same:
             self._set(self._options[entry.keys[0]], f"--{written}", text, entry.name)
             return
-        from rolecall.config.files import read_value
-
-        text = text if text is not None else self._value_behind()
-        self.line.given[entry.name] = True if text is None else read_value(text, where=f"--{written}")
+        text = text if text is not None else self._value_after()
+        self.line.given[entry.name] = True if text is None else _yaml(text, f"--{written}")
 
     def _needed(self, written: str, text: str | None) -> str | None:
-        text = text if text is not None else self._value_behind()
+        text = text if text is not None else self._value_after()
         if text is None:
             self.problems.append(f"--{written} needs a value; one that begins with dashes is written --{written}=VALUE")
         return text
 
-    def _value_behind(self) -> str | None:
+    def _value_after(self) -> str | None:
         """The next word if it is not an option. A negative number is none."""
         return self.words.popleft() if self.words and not self.words[0].startswith("--") else None
 
-    def _word_behind(self) -> str | None:
+    def _word_after(self) -> str | None:
         return self.words.popleft() if self.words and self.words[0].lower() in _WORDS else None
 
     def _mapping_of(self, written: str) -> Option | None:
@@ -158,13 +153,13 @@ class _Reader:
 
     def _unknown(self, written: str, text: str | None) -> None:
         if text is None:
-            self._value_behind()  # its value, most likely
+            self._value_after()  # its value, most likely
         if within := [f"--{flag}" for flag in self._options if flag.startswith(f"{written.replace('-', '_')}.")]:
             more = " …" if len(within) > 4 else ""
             self.problems.append(f"--{written} is a section: set {', '.join(within[:4])}{more}")
             return
-        own = {"config": "config", "preset": "preset", "dry_run": "dry-run", "help": "help"}
-        guess = nearest(written, self.section, flags=True) or _near_own(written, own.values())
+        own = get_close_matches(written, ["config", "preset", "dry-run", "help"], n=1, cutoff=0.7)
+        guess = nearest(written, self.section, flags=True) or next(iter(own), None)
         end = f": did you mean --{guess}?" if guess else "; --help lists all options"
         self.problems.append(f"unknown option --{written}{end}")
 
@@ -181,11 +176,10 @@ class _Reader:
             self.problems.append(f"unexpected {word!r}: an option is written --name value, a list by repeating --name")
 
 
-def _near_own(written: str, names: Iterable[str]) -> str | None:
-    from difflib import get_close_matches
+def _yaml(text: str, where: str) -> Any:
+    from rolecall.config.files import read_value  # most command lines need no YAML
 
-    close = get_close_matches(written, list(names), n=1, cutoff=0.7)
-    return close[0] if close else None
+    return read_value(text, where=where)
 
 
 def _elements(hint: Any, text: str) -> list[Any]:

@@ -94,17 +94,11 @@ def _trackers(value: Any, _: Settings) -> Settings:
     return {"save.trackers": tuple(name for name in names if name != "none")}
 
 
-_SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-}
-_EVERY = "`{key}` takes its place and counts steps: there are none per epoch"
+_SCHEDULES = {**{name: name for name in ("linear", "cosine", "constant")}, "constant_with_warmup": "constant"}
 
 
 def _strategy(name: str, key: str) -> Foreign:
-    epoch = Differs(_EVERY.format(key=key))
+    epoch = Differs(f"`{key}` takes its place and counts steps: there are none per epoch")
     return choice(name, key, {"no": {key: 0}, "steps": {}, "epoch": epoch})
 
 

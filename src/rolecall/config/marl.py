@@ -7,7 +7,7 @@ from rolecall.config.parts import OptimOptions, RunOptions, SaveOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentOptions:
+class NetworkOptions:
     """The agents' networks."""
 
     hidden: int = 64
@@ -233,7 +233,7 @@ class MARLOptions(RunOptions):
     """With workers: let environments use the network."""
     variables: tuple[str, ...] = ()
     """With workers: environment variables that environments see beside the usual ones (PATH, HOME, thread counts)."""
-    agent: AgentOptions = field(default_factory=AgentOptions)
+    agent: NetworkOptions = field(default_factory=NetworkOptions)
     q: QOptions = field(default_factory=QOptions)
     ppo: PPOOptions = field(default_factory=PPOOptions)
     optim: OptimOptions = field(default_factory=lambda: OptimOptions(lr=2e-3, max_grad_norm=10.0))
@@ -244,9 +244,8 @@ class MARLOptions(RunOptions):
     """Seeds everything: networks, environments, choices, draws from the buffer."""
 
     def __post_init__(self) -> None:
-        RunOptions.__post_init__(self)
-        if self.steps < 1 or self.episodes < 1:
-            raise ValueError(f"steps and episodes must be at least 1, got {self.steps} and {self.episodes}")
+        super().__post_init__()
+        self._at_least_one("steps", "episodes")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit must be at least 1 step, got {self.limit}")
         if self.workers < 0 or self.deadline <= 0:
@@ -263,25 +262,24 @@ class MARLOptions(RunOptions):
         """PPO, which learns from fresh episodes only."""
         return self.algo in ("ippo", "mappo")
 
-
-def plan(options: MARLOptions) -> str:
-    """What `--dry-run` says below the settings: what one step is made of."""
-    o = options
-    net = f"{'GRU' if o.agent.recurrent else 'feed-forward'} of {o.agent.hidden}, {'one' if o.agent.share else 'each its own'}"
-    where = f"{o.workers} processes" if o.workers else "this process"
-    if o.on_policy:
-        update = f"{o.ppo.epochs} passes x {o.ppo.minibatches} mini-batches over these episodes"
-        total = o.steps * o.ppo.epochs * o.ppo.minibatches
-    else:
-        update = f"{o.q.updates} optimiser steps on {o.q.batch} of the last {o.q.buffer:,} episodes"
-        total = o.steps * o.q.updates
-    lines = [
-        f"one step: {o.episodes} whole episodes of {o.env}, played at the same time in {where}",
-        f"update ({o.algo}): {update}; networks: {net}",
-        f"in all: {o.steps:,} steps, {o.steps * o.episodes:,} episodes, {total:,} optimiser steps",
-    ]
-    if not o.on_policy:
-        lines.append(
-            f"random choices: {o.q.epsilon_start:g} falling to {o.q.epsilon_end:g} over {o.q.epsilon_steps:,} environment steps"
-        )
-    return "\n".join(lines)
+    def plan(self) -> str:
+        """What `--dry-run` says of a step."""
+        o = self
+        net = f"{'GRU' if o.agent.recurrent else 'feed-forward'} of {o.agent.hidden}, {'one' if o.agent.share else 'each its own'}"
+        where = f"{o.workers} processes" if o.workers else "this process"
+        if o.on_policy:
+            update = f"{o.ppo.epochs} passes x {o.ppo.minibatches} mini-batches over these episodes"
+            total = o.steps * o.ppo.epochs * o.ppo.minibatches
+        else:
+            update = f"{o.q.updates} optimiser steps on {o.q.batch} of the last {o.q.buffer:,} episodes"
+            total = o.steps * o.q.updates
+        lines = [
+            f"one step: {o.episodes} whole episodes of {o.env}, played at the same time in {where}",
+            f"update ({o.algo}): {update}; networks: {net}",
+            f"in all: {o.steps:,} steps, {o.steps * o.episodes:,} episodes, {total:,} optimiser steps",
+        ]
+        if not o.on_policy:
+            lines.append(
+                f"random choices: {o.q.epsilon_start:g} falling to {o.q.epsilon_end:g} over {o.q.epsilon_steps:,} environment steps"
+            )
+        return "\n".join(lines)

@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rolecall.config.foreign import Differs, Foreign, from_object, lookup
-from rolecall.config.given import GivenModel
+from rolecall.config.given import GivenObject
 from rolecall.config.schema import REQUIRED, Option, Section, alternatives, in_words, nearest, schema
 from rolecall.errors import UserError
 
@@ -107,6 +107,18 @@ def _updates_counted(options: Any, foreign: Mapping[str, Foreign]) -> list[str]:
     ]
 
 
+def preset_layer(options: Any, name: str) -> tuple[str, Mapping[str, Any]]:
+    """The settings of a preset, as a layer."""
+    presets = getattr(options, "presets", {})
+    if not presets:
+        raise UserError("this command has no presets; leave out --preset")
+    if name not in presets:
+        close = get_close_matches(name, presets, n=1)
+        end = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(presets)}"
+        raise UserError(f"unknown preset {name!r}: {end}")
+    return f"preset {name}", presets[name]
+
+
 def make(options: type[T], settings: Mapping[str, Any], *, source: str = ARGUMENTS) -> T:
     """Options from nested (or dotted) settings; a section may be given as its dataclass."""
     return resolve(options, [(source, settings)]).options
@@ -115,11 +127,6 @@ def make(options: type[T], settings: Mapping[str, Any], *, source: str = ARGUMEN
 def to_dict(options: Any) -> dict[str, Any]:
     """Options as nested dicts, lists and scalars, ready for JSON."""
     return {f.name: _plain(getattr(options, f.name)) for f in fields(options) if f.init}
-
-
-def from_dict(options: type[T], settings: Mapping[str, Any], *, source: str = "config.json") -> T:
-    """The options that `to_dict` was given."""
-    return make(options, settings, source=source)
 
 
 def label(key: str, source: str) -> str:
@@ -260,7 +267,7 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 def _checked(option: Option, value: Any, source: str, problems: list[str], written: str = "") -> Any:
     """The value as the option's type, or a problem; `written` is the name it was given under, if not ours."""
     types = alternatives(option.type)
-    if isinstance(value, GivenModel) and option.key == "model":
+    if any(isinstance(one, GivenObject) for one in (value if isinstance(value, tuple) else (value,))):
         return value  # pydantic would keep the text alone
     try:
         if isinstance(value, bool) and bool not in types and not any(value in get_args(t) for t in types):

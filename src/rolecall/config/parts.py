@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from rolecall.config.sampling import Sampling
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
@@ -46,6 +48,11 @@ class RunOptions:
         passes = getattr(self, "epochs", None) if self.either else None
         if passes is not None and not passes > 0:
             raise ValueError(f"epochs must be above 0, got {passes}")
+
+    def _at_least_one(self, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,3 +229,29 @@ class SaveOptions:
             raise ValueError(
                 f"save.keep must be at least 2, got {self.keep}: one to fall back to if the other is damaged"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(RunOptions):
+    """What every command says that trains a language model."""
+
+    model: str = "tiny"
+    """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
+    policy: PolicyOptions = field(default_factory=PolicyOptions)
+    chat: ChatOptions = field(default_factory=ChatOptions)
+    optim: OptimOptions = field(default_factory=OptimOptions)
+    eval: HeldOutOptions = field(default_factory=HeldOutOptions)
+    save: SaveOptions = field(default_factory=SaveOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnsweringOptions(RewardProcessOptions):
+    """What every command says that samples answers to prompts and scores them."""
+
+    reward: tuple[str, ...] = ()
+    """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its
+    own, which is also called `task`."""
+    reward_weights: tuple[float, ...] | None = None
+    """One weight per reward; 1 each if not given."""
+    sampling: Sampling = field(default_factory=Sampling)
+    engine: EngineOptions = field(default_factory=EngineOptions)

@@ -9,26 +9,6 @@ CHUNK_LOGITS = 2**23
 TINY_VOCABULARY = 259
 
 
-def steps_plan(
-    steps: int, epochs: float | None, batch: int, what: str, *, max_length: int, token_budget: int, model: str
-) -> str:
-    """The plan of a command that takes one optimiser step per batch of rows."""
-    return "\n".join(
-        [
-            f"one step: {batch} {what} of up to {max_length} tokens, one optimiser step, in micro-batches of up to "
-            f"{token_budget:,} tokens",
-            ranks_line(batch, what),
-            logits_line(model, token_budget),
-            length_line(steps, epochs, batch, what),
-        ]
-    )
-
-
-def length_line(steps: int, epochs: float | None, batch: int, what: str) -> str:
-    """How long the run is."""
-    return passes_line(epochs, batch) if epochs is not None else f"in all: {steps:,} steps, {steps * batch:,} {what}"
-
-
 def passes_line(epochs: float, per_step: int) -> str:
     """The length of a run that is given in passes; how many rows there are is known when they are read."""
     return f"in all: {epochs:g} passes over the training rows, {epochs:g} x rows / {per_step} steps, rounded up"

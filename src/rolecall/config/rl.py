@@ -9,19 +9,9 @@ from rolecall.config.experience import ReplayOptions
 from rolecall.config.foreign import Foreign
 from rolecall.config.foreign_trl import TRL
 from rolecall.config.foreign_verl import VERL
-from rolecall.config.parts import (
-    ChatOptions,
-    EngineOptions,
-    HeldOutOptions,
-    OptimOptions,
-    PolicyOptions,
-    RewardProcessOptions,
-    RunOptions,
-    SaveOptions,
-)
+from rolecall.config.parts import AnsweringOptions, TrainingOptions
 from rolecall.config.plan import logits_line, passes_line, ranks_line
 from rolecall.config.rl_presets import PRESETS
-from rolecall.config.sampling import Sampling
 
 COMPARING = ("grpo", "rloo", "opo", "reinforce++-baseline")
 """Algorithms that compare the answers to a prompt with each other: from equal scores they learn nothing."""
@@ -194,6 +184,14 @@ class AlgorithmOptions:
         return "k1" if self.kl_in == "reward" else "k3"
 
     @property
+    def reference_line(self) -> str:
+        """Whether there is a reference, and what for."""
+        if not self.kl_coef:
+            return "no"
+        rising = f", rising over {self.kl_warmup} steps" if self.kl_warmup else ""
+        return f"yes (KL {self.kl_estimator} in the {self.kl_in}, weight {self.kl_coef:g}{rising})"
+
+    @property
     def policy_loss(self) -> str:
         """The loss that is really used."""
         if self.loss != "auto":
@@ -214,31 +212,22 @@ class AlgorithmOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLOptions(RewardProcessOptions, RunOptions):
+class RLOptions(AnsweringOptions, TrainingOptions):
     """Reinforcement learning of a language model from a reward."""
 
     command: ClassVar[str] = "rl"
     presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
     foreign: ClassVar[tuple[Foreign, ...]] = (*TRL, *VERL)
     either: ClassVar[tuple[str, ...]] = ("steps", "epochs")
-    model: str = "tiny"
-    """`tiny` (built in), a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
-    policy: PolicyOptions = field(default_factory=PolicyOptions)
     rows: str | None = None
     """Prompts: a file of rows, a Hugging Face dataset (saved, or owner/name on the hub), a built-in task, or rg:NAME.
     Left out: those of `env`, or else `addition`."""
-    reward: tuple[str, ...] = ()
-    """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its
-    own, which is also called `task`."""
-    reward_weights: tuple[float, ...] | None = None
-    """One weight per reward; 1 each if not given."""
     env: str | None = None
     """Play episodes of several turns in it: calculator, guessing, kuhn, file.py:Class, gym:ID. `rows` are what it starts
     from; left out, its own, or seeds."""
     agent: AgentOptions = field(default_factory=AgentOptions)
     blackout: tuple[str, ...] = ()
     """Texts that never train where the policy writes them, such as a frame it must keep to."""
-    chat: ChatOptions = field(default_factory=ChatOptions)
     steps: int = 100
     """Rollouts to train on."""
     epochs: float | None = None
@@ -247,24 +236,16 @@ class RLOptions(RewardProcessOptions, RunOptions):
     """Prompts per rollout."""
     samples: int = 8
     """Answers per prompt."""
-    sampling: Sampling = field(default_factory=Sampling)
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
     replay: ReplayOptions = field(default_factory=ReplayOptions)
     from_run: str | None = field(default=None, metadata={"flag": "from"})
     """Train on the rollouts that this run left, in their order, without sampling: rows and rewards are not asked."""
-    optim: OptimOptions = field(default_factory=OptimOptions)
-    engine: EngineOptions = field(default_factory=EngineOptions)
-    eval: HeldOutOptions = field(default_factory=HeldOutOptions)
-    save: SaveOptions = field(default_factory=SaveOptions)
     seed: int = 0
     """Seeds everything: data order, sampling, new heads."""
 
     def __post_init__(self) -> None:
-        RunOptions.__post_init__(self)
-        if self.prompts < 1 or self.samples < 1 or self.steps < 1:
-            raise ValueError(
-                f"steps, prompts and samples must be at least 1, got {self.steps}, {self.prompts}, {self.samples}"
-            )
+        super().__post_init__()
+        self._at_least_one("steps", "prompts", "samples")
         if self.sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature 0 gives the same answer every time: there is nothing to compare; use 1"
@@ -379,69 +360,58 @@ class RLOptions(RewardProcessOptions, RunOptions):
             return self.algorithm.old_source if self.fresh_weights is None else "recompute"
         return "behaviour" if self.replay.weights == "none" else "recompute"
 
-
-def plan(options: RLOptions) -> str:
-    """The batch plan that `--dry-run` prints: what one step is made of."""
-    o = options.algorithm
-    answers = options.prompts * options.samples
-    per_step = math.ceil(answers / o.minibatches)
-    tokens = answers * options.sampling.max_new_tokens
-    lines = [
-        f"one step: {options.prompts} prompts x {options.samples} answers = {answers} answers of up to "
-        f"{options.sampling.max_new_tokens} tokens ({tokens:,} new tokens at most)",
-        f"update: {o.epochs} passes x {o.minibatches} mini-batches = {o.epochs * o.minibatches} optimiser steps, "
-        f"about {per_step} answers each, in micro-batches of up to {options.optim.token_budget:,} tokens",
-        ranks_line(options.prompts, "prompts"),
-        logits_line(options.model, options.optim.token_budget),
-        f"old log-probs: {options.old_source}; reference: {_reference(o)}; critic: {o.critic}",
-        passes_line(options.epochs, options.prompts)
-        if options.epochs is not None
-        else f"in all: {options.steps} steps, {options.steps * answers:,} answers, "
-        f"{options.steps * o.epochs * o.minibatches:,} optimiser steps",
-    ]
-    if o.resample:
-        lines.append(
-            f"groups whose answers all score the same are replaced: up to {o.resample} rounds of sampling per step, at most "
-            f"{options.prompts * o.resample} prompts"
-        )
-    if o.name == "remax":
-        lines.append(f"beside them {options.prompts} greedy answers, one per prompt, which are scored but not trained")
-    lines += [line] if (line := weights_line(options)) else []
-    lines += _replay_plan(options)
-    if o.epochs * o.minibatches > 1:
-        lines.append("after the first optimiser step of a rollout the policy is ahead of the one that sampled")
-    return "\n".join(lines)
-
-
-def _reference(o: AlgorithmOptions) -> str:
-    if not o.kl_coef:
-        return "no"
-    rising = f", rising over {o.kl_warmup} steps" if o.kl_warmup else ""
-    return f"yes (KL {o.kl_estimator} in the {o.kl_in}, weight {o.kl_coef:g}{rising})"
-
-
-def weights_line(options: RLOptions) -> str | None:
-    """That answers are weighed because nobody said otherwise, and why; None if they are not."""
-    if options.fresh_weights is None or options.replay.weigh_fresh is not None or not options.sampled_now:
-        return None
-    engine, trainer = options.precisions
-    return (
-        f"the engine samples in {engine} and the trainer computes in {trainer}: answers are weighed by the ratio of the "
-        "two, at most 3 (replay.weigh_fresh false turns this off)"
-    )
-
-
-def _replay_plan(options: RLOptions) -> list[str]:
-    o = options.replay
-    if options.from_run is not None:
-        return [
-            f"answers: those that {options.from_run} stored, in their order; nothing is sampled and no reward is asked"
+    def plan(self) -> str:
+        """What `--dry-run` says of a step."""
+        o = self.algorithm
+        answers, updates = self.prompts * self.samples, o.epochs * o.minibatches
+        tokens = answers * self.sampling.max_new_tokens
+        lines = [
+            f"one step: {self.prompts} prompts x {self.samples} answers = {answers} answers of up to "
+            f"{self.sampling.max_new_tokens} tokens ({tokens:,} new tokens at most)",
+            f"update: {o.epochs} passes x {o.minibatches} mini-batches = {updates} optimiser steps, about "
+            f"{math.ceil(answers / o.minibatches)} answers each, in micro-batches of up to {self.optim.token_budget:,} tokens",
+            ranks_line(self.prompts, "prompts"),
+            logits_line(self.model, self.optim.token_budget),
+            f"old log-probs: {self.old_source}; reference: {o.reference_line}; critic: {o.critic}",
+            passes_line(self.epochs, self.prompts)
+            if self.epochs is not None
+            else f"in all: {self.steps} steps, {self.steps * answers:,} answers, {self.steps * updates:,} optimiser steps",
         ]
-    if not o.on:
-        return []
-    groups = round(options.prompts * o.share / (1 - o.share))
-    flat = ", and one for every flat group" if o.replace_flat else ""
-    return [
-        f"replay: {groups} groups beside {options.prompts} fresh ones{flat} ({o.mode}, {o.sampler}), each at most "
-        f"{o.max_staleness} versions old and used {o.max_uses} times, from {o.size} held"
-    ]
+        if o.resample:
+            lines.append(
+                f"groups whose answers all score the same are replaced: up to {o.resample} rounds of sampling per step, at "
+                f"most {self.prompts * o.resample} prompts"
+            )
+        if o.name == "remax":
+            lines.append(f"beside them {self.prompts} greedy answers, one per prompt, which are scored but not trained")
+        lines += [line for line in (self.weights_line, self._replay_line) if line]
+        if updates > 1:
+            lines.append("after the first optimiser step of a rollout the policy is ahead of the one that sampled")
+        return "\n".join(lines)
+
+    @property
+    def weights_line(self) -> str | None:
+        """That answers are weighed because nobody said otherwise, and why; None if they are not."""
+        if self.fresh_weights is None or self.replay.weigh_fresh is not None or not self.sampled_now:
+            return None
+        engine, trainer = self.precisions
+        return (
+            f"the engine samples in {engine} and the trainer computes in {trainer}: answers are weighed by the ratio of the "
+            "two, at most 3 (replay.weigh_fresh false turns this off)"
+        )
+
+    @property
+    def _replay_line(self) -> str | None:
+        o = self.replay
+        if self.from_run is not None:
+            return (
+                f"answers: those that {self.from_run} stored, in their order; nothing is sampled and no reward is asked"
+            )
+        if not o.on:
+            return None
+        groups = round(self.prompts * o.share / (1 - o.share))
+        flat = ", and one for every flat group" if o.replace_flat else ""
+        return (
+            f"replay: {groups} groups beside {self.prompts} fresh ones{flat} ({o.mode}, {o.sampler}), each at most "
+            f"{o.max_staleness} versions old and used {o.max_uses} times, from {o.size} held"
+        )

@@ -2,7 +2,7 @@
 
 import ast
 import inspect
-import textwrap
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
@@ -168,16 +168,25 @@ def field_docs(options: type) -> dict[str, str]:
     """The string that stands under each field, those of base classes included."""
     texts: dict[str, str] = {}
     for base in reversed(options.__mro__):
-        if not is_dataclass(base):
-            continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for statement, below in zip(body.body, body.body[1:], strict=False):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                match below:
-                    case ast.Expr(value=ast.Constant(value=str(text))):
-                        texts[statement.target.id] = inspect.cleandoc(text)
+        if is_dataclass(base):
+            texts |= _class_docs(base.__module__).get(base.__name__, {})
     return texts
+
+
+@cache
+def _class_docs(module: str) -> dict[str, dict[str, str]]:
+    """The strings under the fields of each class of a module, which is read once: it may hold many."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        texts = found.setdefault(node.name, {})
+        for statement, below in zip(node.body, node.body[1:], strict=False):
+            match statement, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[name] = inspect.cleandoc(text)
+    return found
 
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "none"}

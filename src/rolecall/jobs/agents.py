@@ -9,11 +9,11 @@ from rolecall.agents.environments import check_name
 from rolecall.agents.episodes import Arena
 from rolecall.agents.pool import EnvPool, Envs, Failure, LocalEnvs
 from rolecall.config.agents import AgentOptions
-from rolecall.config.given import GIVEN
+from rolecall.config.given import GIVEN, resolve_source
 from rolecall.config.parts import ChatOptions, HeldOutOptions
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
-from rolecall.jobs.data import check_named, check_templates, held_out, open_named
+from rolecall.jobs.data import check_templates, held_out, open_named
 from rolecall.policy.load import LoadedModel
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine
@@ -46,11 +46,10 @@ def episode_rows(
     n: int = _TRAIN_ROWS,
     prompt: str | None = None,
     learned: str | None = None,
-    eval_data: Any = None,
 ) -> tuple[Rows, Rows | None]:
     """(rows to play, held-out rows if they will be used), each with the prompt that takes the place of a description:
     the one given, else the one that the model learned with, unless the rows have their own."""
-    train, test = _episode_rows(env, rows, evaluation, seed=seed, n=n, eval_data=eval_data)
+    train, test = _episode_rows(env, rows, evaluation, seed=seed, n=n)
     own = len(train) and "prompt" in train[0]
     prompt = learned if prompt is None and not own else prompt
     if prompt is None:
@@ -69,10 +68,8 @@ def _prompted(rows: Rows, prompt: str) -> Rows:
 
 
 def _episode_rows(
-    env: EnvSource, rows: RowsSource | None, evaluation: HeldOutOptions, *, seed: int, n: int, eval_data: Any
+    env: EnvSource, rows: RowsSource | None, evaluation: HeldOutOptions, *, seed: int, n: int
 ) -> tuple[Rows, Rows | None]:
-    given = evaluation.data is not None or eval_data is not None
-
     def test_rows(task: Any) -> Rows:
         rows: Rows = task.rows("test", n=evaluation.rows)
         return rows
@@ -86,23 +83,23 @@ def _episode_rows(
     else:
         found = open_named(env if rows is None else rows)
         if not isinstance(found, Splits):
-            test = test_rows(found) if evaluation.every and not given else None
+            test = test_rows(found) if evaluation.every and evaluation.data is None else None
             found = Splits(train=found.rows("train", n=n, seed=seed), test=test)
         check_templates(found.train)
     if not evaluation.every:
         return found.train, None
-    train, test = held_out(found, evaluation, eval_data=eval_data, task=test_rows)
+    train, test = held_out(found, evaluation, task=test_rows)
     return train, test
 
 
 def open_envs(env: EnvSource, options: AgentOptions, stack: ExitStack) -> Envs:
     """The environments: built-in ones in this process, all others in workers."""
     if isinstance(env, str):
+        resolve_source(env, "environment")
         if not env:
             raise UserError(
                 "the environment's name is empty: give one, such as --env calculator or --env file.py:Class"
             )
-        check_named("environment", env)
         check_name(env)
         if env.partition(":")[0] in AGENT_TASKS:
             return LocalEnvs(find_task(env).env)

@@ -1,61 +1,118 @@
-"""Arguments of the Python functions under the names that TRL's trainers have for them."""
+"""From the arguments of a call in Python to settings: objects in the place of names, and TRL's names of arguments."""
 
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import partial
+from os import PathLike, fspath
+from typing import Any
 
 from rolecall.agents.adapters import ToolsEnv
+from rolecall.config.given import GivenObject
+from rolecall.config.merge import ARGUMENTS, SAVED, preset_layer, resolve
+from rolecall.config.resume import saved_settings
 from rolecall.errors import UserError
-from rolecall.rewards.sources import name_of
+from rolecall.rewards.sources import Named, name_of
+from rolecall.tasks.rows import holds_splits, rows_of_columns
 
-ARGUMENTS = {
+TRL_ARGUMENTS = {
     "train_dataset": "rows",
     "eval_dataset": "eval_data",
     "reward_funcs": "reward",
     "environment_factory": "env",
     "processing_class": "tokenizer",
 }
-"""What may be an object, and so is an argument of ours rather than a setting."""
-
-P = ParamSpec("P")
-T = TypeVar("T")
+"""TRL's names of arguments that may be objects."""
 
 
-def trl_arguments(job: Callable[P, T]) -> Callable[P, T]:
-    """The job, which also takes TRL's names of its arguments, and `tools`."""
-
-    @wraps(job)
-    def call(*args: P.args, **given: P.kwargs) -> T:
-        settings: dict[str, Any] = dict(given)
-        for name, ours in ARGUMENTS.items():
-            if name in settings:
-                value = settings.pop(name)
-                if ours in settings:
-                    raise UserError(f"`{name}` is `{ours}` under another name; keep one")
-                settings[ours] = value
-        if isinstance(settings.get("env"), Mapping):
-            raise UserError(
-                "a run has one environment: give a class; rows that tell what to play are handed to its `reset`"
-            )
-        if settings.get("tools"):
-            settings = _with_tools(settings)
-        return job(*args, **settings)
-
-    return call
+def options_of(kind: Any, arguments: Mapping[str, Any], *, base: str | None = None, preset: str | None = None) -> Any:
+    """The options of a call: a preset that is there without being asked for (`base`), the settings of the run that it
+    resumes, a preset, and what is given, each over those before."""
+    settings = settings_of(arguments)
+    layers: list[tuple[str, Any]] = [] if base is None else [preset_layer(kind, base)]
+    if settings.get("resume"):
+        layers.append((SAVED, saved_settings(settings.get("out"))))
+    if preset is not None:
+        layers.append(preset_layer(kind, preset))
+    return resolve(kind, [*layers, (ARGUMENTS, settings)]).options
 
 
-def _with_tools(settings: dict[str, Any]) -> dict[str, Any]:
+def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a call, in which objects stand as `GivenObject`. An argument that is None is not given."""
+    found = dict(arguments)
+    for name, ours in TRL_ARGUMENTS.items():
+        if name in found:
+            value = found.pop(name)
+            if found.get(ours) is not None:
+                raise UserError(f"`{name}` is `{ours}` under another name; keep one")
+            found[ours] = value
+    if isinstance(found.get("env"), Mapping):
+        raise UserError(
+            "a run has one environment: give a class; rows that tell what to play are handed to its `reset`"
+        )
+    if found.get("tools"):
+        found = _with_tools(found)
+    wrap = {"rows": _rows, "eval_data": _rows, "env": _env, "reward": _rewards, "judge": _rewards}
+    for name, wrapped in wrap.items():
+        value = found.pop(name, None)
+        if value is not None and (given := wrapped(value)) != ():
+            found["eval.data" if name == "eval_data" else name] = given
+    return _with_model(found)
+
+
+def _rows(given: Any) -> str:
+    if isinstance(given, str | PathLike):
+        return fspath(given)
+    if type(given) is dict and not holds_splits(given):
+        given = rows_of_columns(given)
+    if isinstance(given, Mapping):
+        return GivenObject(f"splits {', '.join(map(str, given))}", given)
+    return GivenObject(f"{len(given)} rows" if hasattr(given, "__len__") else "a stream", given)
+
+
+def _env(given: Any) -> str:
+    return given if isinstance(given, str) else GivenObject(getattr(given, "__name__", type(given).__name__), given)
+
+
+def _rewards(given: Any) -> tuple[str, ...]:
+    """One, several or none; of a mapping, what it names."""
+    if isinstance(given, Mapping):
+        return tuple(GivenObject(str(name), Named(name=str(name), source=source)) for name, source in given.items())
+    several = given if isinstance(given, list | tuple) else [given]
+    return tuple(
+        fspath(one)
+        if isinstance(one, str | PathLike)
+        else GivenObject(one.name if isinstance(one, Named) else name_of(one), one)
+        for one in several
+    )
+
+
+def _with_model(found: dict[str, Any]) -> dict[str, Any]:
+    """The settings with a model object, and its tokenizer, in the place of the model's name."""
+    model, tokenizer = found.get("model"), found.pop("tokenizer", None)
+    if model is None or isinstance(model, str | PathLike):
+        if tokenizer is not None:
+            raise UserError("tokenizer goes with a model object: a model given by name brings its own, leave it out")
+        return found
+    if isinstance(model, tuple | list) and len(model) == 2 and tokenizer is None:
+        model, tokenizer = model
+    if tokenizer is None:
+        raise UserError(
+            f"model is a {type(model).__name__} without a tokenizer: give model=..., tokenizer=..., or a model's name"
+        )
+    return {**found, "model": GivenObject(type(model).__name__, (model, tokenizer))}
+
+
+def _with_tools(found: dict[str, Any]) -> dict[str, Any]:
     """Functions that the policy may call are an environment."""
-    tools = settings.pop("tools")
-    if settings.get("env") is not None:
+    tools = found.pop("tools")
+    if found.get("env") is not None:
         raise UserError("`tools` make an environment of their own, and there is `env`: make them methods of its class")
     functions = list(tools) if isinstance(tools, list | tuple) else [tools]
     for function in functions:
         if not callable(function) or isinstance(function, type):
             raise UserError(f"tools are functions, as in tools=[add], got {function!r:.60}")
-    if settings.get("reward") is None:
+    if found.get("reward") is None:
         raise UserError("`tools` say nothing of what an episode is worth: give a `reward` function, too")
-    named = {name_of(function): function for function in functions}
+    named: dict[str, Callable[..., Any]] = {name_of(function): function for function in functions}
     env: Any = partial(ToolsEnv, named)
     env.__name__ = f"tools {', '.join(named)}"  # what config.json says
-    return {**settings, "env": env}
+    return {**found, "env": env}

@@ -1,7 +1,7 @@
 """`rolecall audit`: look before training."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,9 +11,8 @@ from rolecall.config.audit import AuditOptions
 from rolecall.errors import UserError
 from rolecall.files import DiskError, write_atomically
 from rolecall.jobs.agents import env_source
-from rolecall.jobs.arguments import trl_arguments
-from rolecall.jobs.calls import options_of, settings_and_objects
-from rolecall.jobs.data import demonstrated, open_reward, prompt_rows, rows_label
+from rolecall.jobs.arguments import options_of
+from rolecall.jobs.data import demonstrated, open_reward, prompt_rows
 from rolecall.jobs.models import open_policy, sampler
 from rolecall.look.audit_page import audit_html
 from rolecall.look.tokens import Sample
@@ -34,7 +33,6 @@ _STREAMED = 2_000
 """Rows of a stream that are looked at."""
 
 
-@trl_arguments
 def audit(
     *,
     preset: str = "grpo",
@@ -46,37 +44,26 @@ def audit(
 
     Takes what `rl` takes (with `job="sft"` what `sft` takes). A page is written only if `html` names it.
     """
-    found, objects = settings_and_objects(settings, rows=rows, reward=reward)
-    options = options_of(AuditOptions, found, base=preset)
-    audited = run(options, rows=objects.rows, rewards=objects.reward)
+    options = options_of(AuditOptions, {**settings, "rows": rows, "reward": reward}, base=preset)
+    audited = run(options)
     if options.html is not None:
         write_page(audited, options.html)
     return audited
 
 
-def run(
-    options: AuditOptions,
-    *,
-    rows: RowsSource | None = None,
-    rewards: Sequence[Any] | None = None,
-) -> Audit:
-    """Run from options, without writing a page; rows and rewards that are objects take the place of the named ones."""
+def run(options: AuditOptions) -> Audit:
+    """Run from options, without writing a page."""
     if options.html is not None:
         _check_place(Path(options.html).expanduser(), overwrite=options.overwrite)
     with ExitStack() as stack:
         stack.enter_context(_quiet_rewards())
         if options.job == "sft":
-            return _sft(options, rows)
-        return _rl(options, rows, rewards, stack)
+            return _sft(options)
+        return _rl(options, stack)
 
 
-def _rl(
-    options: AuditOptions,
-    given: RowsSource | None,
-    rewards: Sequence[Any] | None,
-    stack: ExitStack,
-) -> Audit:
-    source: Any = options.rows or "addition" if given is None else given
+def _rl(options: AuditOptions, stack: ExitStack) -> Audit:
+    source = options.rows or "addition"
     if env_source(options.env, source) is not None:
         raise UserError(
             "audit looks at rows that are answered once, not at episodes; `rolecall play --show tokens` shows those"
@@ -84,8 +71,7 @@ def _rl(
     found = prompt_rows(source, options.eval, seed=options.seed)
     train, test, task_reward = _bounded(found.train), found.test, found.reward
     task = resolve_rows(source) if task_reward is not None else None
-    sources = rewards or options.reward
-    reward = open_reward(sources, task_reward, stack, weights=options.reward_weights, **options.reward_limits())
+    reward = open_reward(options.reward, task_reward, stack, options, weights=options.reward_weights)
     problem = ""
     try:
         getattr(reward, "check_columns", lambda columns: None)(train.columns)
@@ -100,12 +86,12 @@ def _rl(
         rows=train,
         held_out=test,
         gold=getattr(task, "gold", _own_answer),
-        exact=all(name in BUILT_IN for name in sources) if sources else task_reward is not None,
+        exact=all(name in BUILT_IN for name in options.reward) if options.reward else task_reward is not None,
         gold_form=options.gold_form,
         groups=options.groups,
         shown=options.show,
     )
-    about = _about(options, given) | {
+    about = _about(options) | {
         "reward": ", ".join(reward.names),
         "looked at": f"{min(options.groups, len(train))} prompts x {options.samples} answers, {len(train):,} rows",
     }
@@ -118,13 +104,13 @@ def _own_answer(row: Mapping[str, Any]) -> str | None:
     return gold_answer(row) or (text_of(shown) if isinstance(shown, str | list) else None)
 
 
-def _sft(options: AuditOptions, given: RowsSource | None) -> Audit:
-    rows = _bounded(demonstrated(options.rows or "addition" if given is None else given, seed=options.seed))
+def _sft(options: AuditOptions) -> Audit:
+    rows = _bounded(demonstrated(options.rows or "addition", seed=options.seed))
     policy = open_policy(options.model, options)
     return audit_demonstrations(
         Subject(options=options, policy=policy, rows=rows),
         partial(rendered_row, policy=policy, chat=options.chat),
-        about=_about(options, given) | {"looked at": f"{len(rows):,} rows"},
+        about=_about(options) | {"looked at": f"{len(rows):,} rows"},
         max_length=options.longest_row,
         train_stop=options.train_stop is not False,
         shown=options.show,
@@ -136,12 +122,8 @@ def _bounded(rows: Rows) -> Rows:
     return head(rows, _STREAMED) if isinstance(rows, Stream) else rows
 
 
-def _about(options: AuditOptions, given: RowsSource | None) -> dict[str, str]:
-    return {
-        "command": f"rolecall {options.job}",
-        "model": options.model,
-        "rows": options.rows or "addition" if given is None else rows_label(given),
-    }
+def _about(options: AuditOptions) -> dict[str, str]:
+    return {"command": f"rolecall {options.job}", "model": options.model, "rows": options.rows or "addition"}
 
 
 def _check_place(path: Path, *, overwrite: bool) -> None:

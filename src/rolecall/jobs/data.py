@@ -1,35 +1,35 @@
 """Rows and rewards from the names a user gives."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import ceil
-from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Literal
 
-from rolecall.config.given import GIVEN
-from rolecall.config.parts import ChatOptions, HeldOutOptions
+from rolecall.config.given import resolve_source
+from rolecall.config.parts import ChatOptions, HeldOutOptions, RewardProcessOptions
 from rolecall.errors import UserError
+from rolecall.jobs.building import Job
+from rolecall.jobs.models import reward_of_model
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.row_template import template_kwargs
 from rolecall.recipes.rendering import demonstration_kind, rendered_prompt
 from rolecall.rewards.pool import RewardPool
 from rolecall.rewards.records import Reward
-from rolecall.rewards.sources import Named, name_of
+from rolecall.rewards.sources import Named
 from rolecall.tasks.builtin import demonstrations, preference_rows
 from rolecall.tasks.columns import check_columns
 from rolecall.tasks.kinds import kind_of, record
 from rolecall.tasks.names import open_source
-from rolecall.tasks.rows import RowError, Rows, holds_splits, place_of, rows_of_columns, split
+from rolecall.tasks.rows import RowError, Rows, place_of, split
 from rolecall.tasks.sources import RowsSource, Splits
 from rolecall.tasks.streams import Stream, first_of, head, split_stream
 from rolecall.train.timing import Timer
 
 _log = logging.getLogger("rolecall")
 
-RewardSource = str | Callable[..., Any] | Named
 _TRAIN_ROWS = 20_000
 """Rows drawn from a task that can make any number."""
 _EPISODES = 4_000
@@ -40,64 +40,8 @@ _CHECKED_ROWS = 20_000
 """Prompts looked at before a run starts; of a longer table, the first so many."""
 _SPARE_TOKENS = 16
 """More tokens than any tokenizer puts around a plain text of its own accord."""
-
-
 TASK_REWARD = "task"
 """The name that stands for the reward a task brings."""
-
-
-def label(given: Sequence[Any]) -> str:
-    """What config.json says of rewards that are Python objects."""
-    return f"{GIVEN} {', '.join(x.name if isinstance(x, Named) else name_of(x) for x in given)}"
-
-
-def rows_label(given: Any) -> str:
-    """What config.json says of rows that are a Python object."""
-    if isinstance(given, Mapping):
-        return f"{GIVEN} splits {', '.join(map(str, given))}"
-    return f"{GIVEN} {len(given)} rows" if hasattr(given, "__len__") else f"{GIVEN} a stream"
-
-
-def eval_named(given: Any) -> dict[str, Any]:
-    """The setting `eval.data` of evaluation rows given as a name or as a Python object."""
-    return {} if given is None else {"eval.data": given if isinstance(given, str) else rows_label(given)}
-
-
-def listed(given: Any) -> list[Any]:
-    """One, several or none, as a list; of a mapping, what it names."""
-    if isinstance(given, Mapping):
-        return [Named(name=str(name), source=source) for name, source in given.items()]
-    several = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
-    return [fspath(one) if isinstance(one, PathLike) else one for one in several]
-
-
-def by_name(**given: Any) -> dict[str, Any]:
-    """Of what a caller gives in the place of a setting, what is given by name: those are the settings."""
-    found: dict[str, Any] = {name: value for name, value in given.items() if isinstance(value, str)}
-    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    return found | {name: value for name, value in lists.items() if value and all(isinstance(x, str) for x in value)}
-
-
-def unnamed(given: Any) -> Any:
-    """What is given in Python, and not by its name, a dict of columns as rows; else None."""
-    if type(given) is dict and not holds_splits(given):
-        return rows_of_columns(given)
-    return None if isinstance(given, str) else given
-
-
-def labelled(options: Any, *, rows: Any = None, **sources: Sequence[Any] | None) -> Any:
-    """The options with a label for whatever is given in Python in the place of what they name."""
-    changes: dict[str, Any] = {} if rows is None else {"rows": rows_label(rows)}
-    for name, given in sources.items():
-        if given is not None:
-            changes[name] = tuple(source if isinstance(source, str) else label([source]) for source in given)
-    return replace(options, **changes)
-
-
-def check_named(what: str, *names: str) -> None:
-    """Raise if what is asked for by name was given in Python when the run began, and is not given now."""
-    if any(name.startswith(GIVEN) for name in names):
-        raise UserError(f"this run's {what} came from Python: resume it from Python too, with the same {what}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,8 +57,8 @@ class PromptRows:
     """That of the evaluation's task."""
 
 
-def prompt_rows(source: RowsSource, evaluation: HeldOutOptions, *, seed: int, eval_data: Any = None) -> PromptRows:
-    """The rows of a job that answers prompts. `eval_data` takes the place of the rows that `eval.data` names."""
+def prompt_rows(source: RowsSource, evaluation: HeldOutOptions, *, seed: int) -> PromptRows:
+    """The rows of a job that answers prompts."""
     found = open_named(source)
     if isinstance(found, Splits):
         check_kind(found.train, ("prompt",), "a column `prompt`")
@@ -124,7 +68,7 @@ def prompt_rows(source: RowsSource, evaluation: HeldOutOptions, *, seed: int, ev
         train, reward = found.rows("train", n=_TRAIN_ROWS, seed=seed), found.reward
     if not evaluation.every:
         return PromptRows(train=train, reward=reward)
-    held = _evaluated(evaluation, eval_data)
+    held = _evaluated(evaluation)
     if held is None and isinstance(found, Splits):
         train, test = held_out(found, evaluation)
         return PromptRows(train=train, test=test)
@@ -136,34 +80,27 @@ def prompt_rows(source: RowsSource, evaluation: HeldOutOptions, *, seed: int, ev
     return PromptRows(train=train, test=test, reward=reward, test_reward=held.reward)
 
 
-def open_named(source: RowsSource) -> Any:
+def open_named(source: RowsSource, what: str = "rows") -> Any:
     """The task, or the rows, that a user gave by name or as an object."""
-    if isinstance(source, str):
-        check_named("rows", source)
-    return open_source(source)
+    return open_source(resolve_source(source, what))
 
 
-def _evaluated(evaluation: HeldOutOptions, eval_data: Any) -> Any:
+def _evaluated(evaluation: HeldOutOptions) -> Any:
     """What to evaluate on, if it was given: a task, or rows of which the test split comes first."""
-    source = evaluation.data if eval_data is None else eval_data
-    if source is None:
+    if evaluation.data is None:
         return None
-    if isinstance(source, str):
-        check_named("evaluation rows (eval_data)", source)
-    found = open_source(source)
+    found = open_named(evaluation.data, "evaluation rows (eval_data)")
     if isinstance(found, Splits) and found.test is not None:
         return Splits(train=found.test)
     return found
 
 
-def held_out(
-    rows: Splits, evaluation: HeldOutOptions, *, seed: int = 0, eval_data: Any = None, task: Any = None
-) -> tuple[Rows, Any]:
+def held_out(rows: Splits, evaluation: HeldOutOptions, *, seed: int = 0, task: Any = None) -> tuple[Rows, Any]:
     """(rows to train on, rows to evaluate on): those of `eval.data`, or the data's own test split, or a share.
 
     `task` makes rows of a task that is named as `eval.data`.
     """
-    given = _evaluated(evaluation, eval_data)
+    given = _evaluated(evaluation)
     if given is not None:
         return rows.train, _limited(given.train, evaluation) if isinstance(given, Splits) else task(given)
     if rows.test is not None:
@@ -199,14 +136,12 @@ def steps_of(options: Any, rows: Any, per_step: int) -> Any:
 
 
 def open_reward(
-    sources: Sequence[RewardSource],
+    sources: Sequence[Any],
     task_reward: str | None,
     stack: ExitStack,
+    limits: RewardProcessOptions,
     *,
-    weights: Sequence[float] | None,
-    deadline_s: float,
-    network: bool = False,
-    variables: Sequence[str] = (),
+    weights: Sequence[float] | None = None,
     rows: Rows | None = None,
     timer: Timer | None = None,
 ) -> Reward:
@@ -214,23 +149,20 @@ def open_reward(
 
     With `rows`, a function that needs a column which they have not is refused; rows that lack it are counted and said.
     """
-    check_named("reward", *(source for source in sources if isinstance(source, str)))
-    if TASK_REWARD in [s.source if isinstance(s, Named) else s for s in sources] and task_reward is None:
-        raise UserError("reward `task` is the reward of a task, and these rows are of none: name a reward function")
-    own: tuple[RewardSource, ...] = () if task_reward is None else (task_reward,)
-    chosen = [_own(source, own) for source in sources] or own
+    given = [resolve_source(source, "reward") for source in sources]
+    if TASK_REWARD in [s.source if isinstance(s, Named) else s for s in given]:
+        if task_reward is None:
+            raise UserError("reward `task` is the reward of a task, and these rows are of none: name a reward function")
+        given = [_own(source, task_reward) for source in given]
+    chosen = given or ([] if task_reward is None else [task_reward])
     if not chosen:
         raise UserError("no reward: give one, such as --reward rewards.py:my_function, or use a built-in task")
     if "" in chosen:
         raise UserError("a reward's name is empty: give one, such as --reward rewards.py:my_function")
     only = chosen[0].source if isinstance(chosen[0], Named) else chosen[0]
     if len(chosen) == 1 and isinstance(only, str) and Path(only).expanduser().is_dir():
-        from rolecall.jobs.models import reward_of_model
-
-        weight = 1.0 if weights is None else weights[0]
-        return reward_of_model(only, weight=weight)
-    limits: dict[str, Any] = {"deadline_s": deadline_s, "network": network, "variables": variables}
-    pool = stack.enter_context(RewardPool(list(chosen), weights=weights, **limits))
+        return reward_of_model(only, weight=1.0 if weights is None else weights[0])
+    pool = stack.enter_context(RewardPool(chosen, weights=weights, **limits.reward_limits()))
     if timer is not None:
         pool.advance = timer.advance
     if rows is not None:
@@ -243,11 +175,19 @@ def open_reward(
     return pool
 
 
-def _own(source: RewardSource, task_reward: Sequence[RewardSource]) -> RewardSource:
+def _own(source: Any, task_reward: str) -> Any:
     """The source, or the task's reward if that is what it names."""
-    if isinstance(source, Named):
-        return source if source.source != TASK_REWARD else Named(name=source.name, source=str(task_reward[0]))
-    return task_reward[0] if source == TASK_REWARD else source
+    if isinstance(source, Named) and source.source == TASK_REWARD:
+        return Named(name=source.name, source=task_reward)
+    return task_reward if source == TASK_REWARD else source
+
+
+def open_training_reward(job: Job, found: PromptRows) -> Reward:
+    """The reward of a run that answers these rows."""
+    o = job.options
+    return open_reward(
+        o.reward, found.reward, job.stack, o, weights=o.reward_weights, rows=found.train, timer=job.timer
+    )
 
 
 def open_judge(
@@ -257,9 +197,7 @@ def open_judge(
     if not options.eval.reward:
         getattr(reward, "check_columns", lambda columns: None)(rows.columns)
         return reward, None
-    limits = options.reward_limits()
-    judge = open_reward(options.eval.reward, task_reward, stack, weights=None, rows=rows, **limits)
-    return judge, reward
+    return open_reward(options.eval.reward, task_reward, stack, options, rows=rows), reward
 
 
 def check_prompts(rows: Rows, policy: LoadedModel, chat: ChatOptions) -> None:
@@ -304,13 +242,9 @@ def check_templates(rows: Rows) -> None:
             raise RowError(f"{place_of(rows, index)}: {error}") from error
 
 
-def preferences(options: Any, given: Any = None, *, job: Literal["rm", "dpo"] = "rm", eval_data: Any = None) -> Any:
-    """(rows to train on, rows held out); the latter are None if the run never evaluates.
-
-    `given` rows take the place of the named ones.
-    """
-    found = open_named(options.rows if given is None else given)
-    evaluation = options.eval
+def preferences(options: Any, *, job: Literal["rm", "dpo"] = "rm") -> tuple[Rows, Rows | None]:
+    """(rows to train on, rows held out); the latter are None if the run never evaluates."""
+    found, evaluation = open_named(options.rows), options.eval
 
     def pairs_of(task: Any) -> Rows:
         return preference_rows(task, "test", n=evaluation.rows, seed=options.seed)
@@ -320,13 +254,13 @@ def preferences(options: Any, given: Any = None, *, job: Literal["rm", "dpo"] = 
         check_columns(found.train, job)
         if not evaluation.every:
             return found.train, None
-        return held_out(found, evaluation, seed=options.seed, eval_data=eval_data, task=pairs_of)
+        return held_out(found, evaluation, seed=options.seed, task=pairs_of)
     train = preference_rows(found, "train", n=_TASK_PAIRS, seed=options.seed)
     if not evaluation.every:
         return train, None
-    if evaluation.data is None and eval_data is None:
+    if evaluation.data is None:
         return train, pairs_of(found)
-    return held_out(Splits(train=train), evaluation, eval_data=eval_data, task=pairs_of)
+    return held_out(Splits(train=train), evaluation, task=pairs_of)
 
 
 def demonstrated(source: RowsSource, *, seed: int) -> Rows:
@@ -334,9 +268,7 @@ def demonstrated(source: RowsSource, *, seed: int) -> Rows:
     return demonstrated_splits(source, HeldOutOptions(), seed=seed)[0]
 
 
-def demonstrated_splits(
-    source: RowsSource, evaluation: HeldOutOptions, *, seed: int, eval_data: Any = None
-) -> tuple[Rows, Rows | None]:
+def demonstrated_splits(source: RowsSource, evaluation: HeldOutOptions, *, seed: int) -> tuple[Rows, Rows | None]:
     """(rows to imitate, those held out): a task's gold answers, or the user's. None: a task brings its own test rows."""
     found = open_named(source)
     if isinstance(found, Splits):
@@ -346,7 +278,6 @@ def demonstrated_splits(
     else:
         n = _EPISODES if hasattr(found, "env") else _TRAIN_ROWS
         rows = Splits(train=demonstrations(found, "train", n=n, seed=seed))
-    given = evaluation.data is not None or eval_data is not None
-    if not evaluation.every or not (given or rows is found):
+    if not evaluation.every or (evaluation.data is None and rows is not found):
         return rows.train, None
-    return held_out(rows, evaluation, eval_data=eval_data, task=lambda task: None)
+    return held_out(rows, evaluation, task=lambda task: None)

@@ -7,6 +7,7 @@ from that reward model, GRPO from the exact verifier, both from the same start. 
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,76 +82,52 @@ def demo(
     """Run the demo: `demo().grpo.evaluation.numbers["accuracy"]`."""
     begun = time.monotonic()
     size = _QUICK if quick else _FULL
-    held_out = size["rows"]
     if progress is None:
         progress = Quiet() if quiet else spoken()
     place = _place(out)
     common: dict[str, Any] = {"seed": seed, "progress": progress, "save": {"every": 0}}
 
-    def finished(name: str, run: Run, since: float) -> Stage:
+    def stage(name: str, job: Callable[..., Run], **settings: Any) -> Stage:
+        """Train, and look how good the model is."""
+        since = time.monotonic()
+        run = job(steps=size[name], out=str(place / name), **settings, **common)
         if run.outcome.exit_code != ExitCode.DONE:
             raise UserError(f"the demo's {name} run ended early: {run.outcome.reason}", exit_code=run.outcome.exit_code)
-        found = evaluate(model=str(run.path), rows=TASK, n=held_out, samples=4, sampling=_SAMPLING, seed=seed)
+        found = evaluate(model=str(run.path), rows=TASK, n=size["rows"], samples=4, sampling=_SAMPLING, seed=seed)
         return Stage(name=name, path=run.path, seconds=time.monotonic() - since, evaluation=found)
 
-    now = time.monotonic()
-    run = sft(
-        model="tiny",
-        rows=mixed_demonstrations(),
-        steps=size["sft"],
-        batch=64,
-        optim={"lr": 2e-3, "warmup_steps": 20, "schedule": "cosine"},
-        out=str(place / "sft"),
-        **common,
-    )
-    start = finished("sft", run, now)
-
+    start = stage("sft", sft, model="tiny", rows=mixed_demonstrations(), **_batches(lr=2e-3, warmup_steps=20))
     judge = rm(
         model=str(start.path),
         rows=mistakes(str(start.path), seed=seed),
         steps=size["rm"],
-        batch=64,
-        optim={"lr": 1e-3, "warmup_steps": 10, "schedule": "cosine"},
-        eval={"every": 1000, "rows": held_out, "held_out": 0.1},
+        eval={"every": 1000, "rows": size["rows"], "held_out": 0.1},
         out=str(place / "reward-model"),
+        **_batches(lr=1e-3, warmup_steps=10),
         **common,
     )
-
-    now = time.monotonic()
-    run = rl(
+    from_start: dict[str, Any] = {"model": str(start.path), "rows": TASK, "sampling": _SAMPLING}
+    ppo = stage(
+        "ppo",
+        rl,
         preset="ppo",
-        model=str(start.path),
-        rows=TASK,
         reward=str(judge.path),
-        steps=size["ppo"],
         prompts=size["ppo_prompts"],
-        sampling=_SAMPLING,
         # The reward model knows which way is preferred but little about digits: without the KL, PPO exploits that.
         algorithm={"kl_coef": 0.5, "critic": "separate", "critic_from": str(judge.path)},
         optim={"lr": 1e-4, "critic_lr": 1e-3, "warmup_steps": 5},
-        out=str(place / "ppo"),
-        **common,
+        **from_start,
     )
-    ppo = finished("ppo", run, now)
-
-    now = time.monotonic()
-    run = rl(
-        preset="grpo",
-        model=str(start.path),
-        rows=TASK,
-        steps=size["grpo"],
-        prompts=32,
-        samples=8,
-        sampling=_SAMPLING,
-        optim={"lr": 2e-4, "warmup_steps": 5},
-        out=str(place / "grpo"),
-        **common,
-    )
-    grpo = finished("grpo", run, now)
+    optim = {"lr": 2e-4, "warmup_steps": 5}
+    grpo = stage("grpo", rl, preset="grpo", prompts=32, samples=8, optim=optim, **from_start)
     made = Demo(path=place, start=start, reward_model=judge, ppo=ppo, grpo=grpo, seconds=time.monotonic() - begun)
     write_atomically(place / "demo.json", json.dumps(_about(made), indent=1).encode())
     report_at_the_end(place)
     return made
+
+
+def _batches(*, lr: float, warmup_steps: int) -> dict[str, Any]:
+    return {"batch": 64, "optim": {"lr": lr, "warmup_steps": warmup_steps, "schedule": "cosine"}}
 
 
 def _about(made: Demo) -> dict[str, Any]:

@@ -5,14 +5,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from rolecall.config.dpo import DPOOptions
-from rolecall.jobs.arguments import trl_arguments
-from rolecall.jobs.calls import Job, train
+from rolecall.config.training import DPOOptions
+from rolecall.jobs.building import Built, Job, build_policy, loop_options, prepared
 from rolecall.jobs.data import preferences, steps_of
 from rolecall.jobs.evaluators import task_evaluator
 from rolecall.jobs.models import open_policy
 from rolecall.jobs.prompting import style_of
-from rolecall.jobs.running import Built, Run, build_policy, loop_options, prepared
+from rolecall.jobs.running import Run, train
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.dpo import DPOLearner
 from rolecall.recipes.rendering import rendered_pairs
@@ -25,7 +24,6 @@ from rolecall.train.reference import Reference
 _log = logging.getLogger("rolecall")
 
 
-@trl_arguments
 def dpo(
     *,
     rows: RowsSource | None = None,
@@ -36,16 +34,17 @@ def dpo(
 ) -> Run:
     """Train on preferences: `dpo(model="runs/sft-1", rows="preferences.jsonl", beta=0.1, steps=200)`.
 
-    `rows` and `eval_data` may be lists of dicts, data frames or Hugging Face datasets. All other settings are those of `rolecall dpo`, nested or dotted.
+    `rows` and `eval_data` may be lists of dicts, data frames or Hugging Face datasets. All other settings are those of
+    `rolecall dpo`, nested or dotted.
     """
-    given = {"rows": rows, "eval_data": eval_data}
-    return train(DPOOptions, settings, given, progress=progress, callbacks=callbacks)
+    arguments = {**settings, "rows": rows, "eval_data": eval_data}
+    return train(DPOOptions, arguments, progress=progress, callbacks=callbacks)
 
 
 def build(job: Job) -> Built:
     """The parts of a run."""
     options = job.options
-    rows, held_out = preferences(options, job.given.rows, job="dpo", eval_data=job.given.eval_data)
+    rows, held_out = preferences(options, job="dpo")
     policy = open_policy(options.model, options)
     found = rendered_pairs(rows, policy, options.chat, max_length=options.max_length)
     pairs = found.pairs
@@ -59,7 +58,7 @@ def build(job: Job) -> Built:
     options = steps_of(options, pairs, options.batch)
     updater = prepared(module, options.optim, job.accelerator, job.timer)
     learner = DPOLearner(options, updater=updater, reference=Reference(module), pairs=pairs)
-    of_task = job.given.rows is None and is_task(options.rows) and options.eval.data is None
+    of_task = is_task(options.rows) and options.eval.data is None
     answers = task_evaluator(options, policy, options.rows, job.stack) if of_task and held is not None else None
     return build_policy(
         learner,

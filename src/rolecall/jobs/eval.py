@@ -2,23 +2,23 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rolecall.agents.episodes import EnvOnly, EpisodeEvaluator
-from rolecall.config.eval import EvalOptions
-from rolecall.config.merge import make
+from rolecall.config.given import GivenObject, resolve_source
 from rolecall.config.parts import HeldOutOptions
 from rolecall.config.preflight import check_paths
 from rolecall.config.resume import saved_settings
+from rolecall.config.use import EvalOptions
 from rolecall.errors import UserError
 from rolecall.jobs.agents import EnvSource, env_source, episode_rows, open_arena, open_envs
-from rolecall.jobs.arguments import trl_arguments
-from rolecall.jobs.data import by_name, check_prompts, listed, open_reward, prompt_rows, unnamed
-from rolecall.jobs.models import open_model, sampler, with_model
+from rolecall.jobs.arguments import options_of
+from rolecall.jobs.data import check_prompts, open_reward, prompt_rows
+from rolecall.jobs.models import open_model, sampler
 from rolecall.jobs.prompting import AsMessages, prompting_of
 from rolecall.policy.load import reading
 from rolecall.policy.model import PolicyModel
@@ -33,7 +33,6 @@ from rolecall.train.reference import Reference
 _log = logging.getLogger("rolecall")
 
 
-@trl_arguments
 def eval(  # the name of the command
     *,
     rows: RowsSource | None = None,
@@ -42,32 +41,20 @@ def eval(  # the name of the command
     **settings: Any,
 ) -> Evaluation:
     """Evaluate: `eval(model="runs/rl-1", rows="test.jsonl", reward=my_reward).numbers`."""
-    rewards = listed(reward)
-    return run(
-        make(EvalOptions, {**with_model(settings), **by_name(rows=rows, env=env)}),
-        rows=unnamed(rows),
-        env=unnamed(env),
-        rewards=rewards or None,
-    )
+    return run(options_of(EvalOptions, {**settings, "rows": rows, "env": env, "reward": reward}))
 
 
-def run(
-    options: EvalOptions,
-    *,
-    rows: RowsSource | None = None,
-    env: EnvSource | None = None,
-    rewards: Sequence[Any] | None = None,
-) -> Evaluation:
+def run(options: EvalOptions) -> Evaluation:
     """Run from options: on a task's test split, on what a run held out, or on all rows of a file."""
     check_paths(options)
     learned = _settings(options.model)
-    source: RowsSource | None = rows if rows is not None else options.rows
-    played = env_source(options.env if env is None else env, source)
+    source = options.rows
+    played = env_source(resolve_source(options.env, "environment"), source)
     if played is None and source is None:
         source = learned.get("rows")
         played = env_source(learned.get("env"), source)
     if played is not None:
-        return _episodes(options, played, source, learned, rewards or ())
+        return _episodes(options, played, source, learned)
     if source is None:
         if not learned:
             raise UserError(
@@ -81,17 +68,8 @@ def run(
         found = AsMessages(found) if wrapped else found
         chat = learnt.filled(options.chat)
         chosen = head(found, options.n)
-        sources = rewards or options.reward
-        if not sources and task_reward is None:
-            sources = tuple(learned.get("reward", ()))
-        reward = open_reward(
-            sources,
-            task_reward,
-            stack,
-            weights=None,
-            **options.reward_limits(),
-            rows=chosen,
-        )
+        sources = options.reward or (tuple(learned.get("reward", ())) if task_reward is None else ())
+        reward = open_reward(sources, task_reward, stack, options, rows=chosen)
         policy = open_model(options.model, **reading(options.policy))
         check_prompts(chosen, policy, chat)
         return Evaluator(
@@ -107,25 +85,21 @@ def run(
         ).run()
 
 
-def _episodes(
-    options: EvalOptions, env: EnvSource, source: RowsSource | None, learned: Mapping[str, Any], rewards: Sequence[Any]
-) -> Evaluation:
+def _episodes(options: EvalOptions, env: EnvSource, source: str | None, learned: Mapping[str, Any]) -> Evaluation:
     """The same for episodes of several turns: on seeds or a task's rows that are held out, or on the rows given."""
     with ExitStack() as stack:
         how = HeldOutOptions(every=1, rows=options.n)
-        if isinstance(source, str) and _same(source, learned.get("rows")) and learned["eval"]["every"]:
+        if source is not None and _same(source, learned.get("rows")) and learned["eval"]["every"]:
             how = replace(HeldOutOptions(**learned["eval"]), rows=options.n)
-        elif source is not None and not (isinstance(source, str) and is_task(source)):
+        elif source is not None and not is_task(source):
             how = HeldOutOptions()
         learnt = prompting_of(options.model)
         prompts = {"prompt": options.agent.prompt, "learned": learnt.prompt_in(env)}
         all_rows, test = episode_rows(env, source, how, n=options.n, seed=options.seed, **prompts)
         found = all_rows if test is None else test
         chosen = head(found, options.n)
-        sources = rewards or options.reward or tuple(learned.get("reward", ()))
-        reward: Reward = EnvOnly()
-        if sources:
-            reward = open_reward(sources, None, stack, weights=None, rows=chosen, **options.reward_limits())
+        sources = options.reward or tuple(learned.get("reward", ()))
+        reward: Reward = open_reward(sources, None, stack, options, rows=chosen) if sources else EnvOnly()
         envs = open_envs(env, options.agent, stack)
         policy = open_model(options.model, **reading(options.policy))
         chat = learnt.filled(options.chat)
@@ -148,13 +122,13 @@ def _against(options: EvalOptions) -> Reference | None:
     return Reference(PolicyModel(open_model(options.against, **reading(options.policy)).model))
 
 
-def _held_out(source: RowsSource, learned: Mapping[str, Any], options: EvalOptions) -> tuple[Rows, str | None]:
+def _held_out(source: str, learned: Mapping[str, Any], options: EvalOptions) -> tuple[Rows, str | None]:
     """The rows to ask, and their task's own reward."""
-    if isinstance(source, str) and is_task(source):
+    if is_task(source):
         task = prompt_rows(source, HeldOutOptions(every=1, rows=options.n), seed=options.seed)
         assert task.test is not None
         return task.test, task.reward
-    if not isinstance(source, str) or not _same(source, learned.get("rows")):
+    if not _same(source, learned.get("rows")):
         return prompt_rows(source, HeldOutOptions(), seed=options.seed).train, None
     how = HeldOutOptions(**learned["eval"])
     found = prompt_rows(source, replace(how, rows=options.n), seed=options.seed)
@@ -177,4 +151,7 @@ def _settings(model: str) -> dict[str, Any]:
 
 
 def _same(source: str, other: object) -> bool:
-    return isinstance(other, str) and Path(source).expanduser().resolve() == Path(other).expanduser().resolve()
+    """Whether rows by name are those that a run names."""
+    if isinstance(source, GivenObject) or not isinstance(other, str):
+        return False
+    return Path(source).expanduser().resolve() == Path(other).expanduser().resolve()

@@ -32,7 +32,7 @@ def task_evaluator(options: Any, policy: Any, source: Any, stack: ExitStack) -> 
     if env is None:
         found = prompt_rows(source, evaluation, seed=options.seed)
         assert found.test is not None
-        reward = open_reward(options.eval.reward, found.test_reward, stack, weights=None, **options.reward_limits())
+        reward = open_reward(options.eval.reward, found.test_reward, stack, options)
         return answering(options, policy, reward, found.test)
     engine = sampler(policy, options)
     _, held_out = episode_rows(env, None, evaluation, n=1, seed=options.seed)

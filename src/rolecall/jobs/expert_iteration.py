@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from rolecall.config.expert_iteration import ExpertIterationOptions
-from rolecall.jobs.arguments import trl_arguments
-from rolecall.jobs.calls import Job, train
-from rolecall.jobs.data import check_prompts, open_judge, open_reward, prompt_rows
+from rolecall.config.training import ExpertIterationOptions
+from rolecall.jobs.building import Built, Job, build_policy, loop_options, prepared
+from rolecall.jobs.data import check_prompts, open_judge, open_training_reward, prompt_rows
 from rolecall.jobs.models import fingerprint, open_policy, sampler
 from rolecall.jobs.prompting import style_of
-from rolecall.jobs.running import Built, Run, build_policy, loop_options, prepared
+from rolecall.jobs.running import Run, train
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.ask import Asker
 from rolecall.recipes.collect import run_state
@@ -19,10 +18,8 @@ from rolecall.recipes.expert_iteration import ExpertIterationLearner
 from rolecall.tasks.sources import RowsSource
 from rolecall.train.callbacks import Given
 from rolecall.train.progress import Progress
-from rolecall.train.rundir import RunDir
 
 
-@trl_arguments
 def expert_iteration(
     *,
     rows: RowsSource | None = None,
@@ -34,26 +31,18 @@ def expert_iteration(
 ) -> Run:
     """Expert iteration: `expert_iteration(model="runs/sft-1", rows="data.jsonl", reward=my_reward, steps=5)`.
 
-    `rows` and `eval_data` may be lists of dicts, data frames or Hugging Face datasets, `reward` a function or a list of them. All other settings are those of
-    `rolecall expert-iteration`, nested or dotted.
+    `rows` and `eval_data` may be lists of dicts, data frames or Hugging Face datasets, `reward` a function or a list of
+    them. All other settings are those of `rolecall expert-iteration`, nested or dotted.
     """
-    given = {"rows": rows, "eval_data": eval_data, "reward": reward}
-    return train(ExpertIterationOptions, settings, given, progress=progress, callbacks=callbacks)
+    arguments = {**settings, "rows": rows, "eval_data": eval_data, "reward": reward}
+    return train(ExpertIterationOptions, arguments, progress=progress, callbacks=callbacks)
 
 
 def build(job: Job) -> Built:
     """The parts of a run."""
-    options, given, timer, stack = job.options, job.given, job.timer, job.stack
-    found = prompt_rows(job.rows, options.eval, seed=options.seed, eval_data=given.eval_data)
-    reward = open_reward(
-        given.reward or options.reward,
-        found.reward,
-        stack,
-        weights=options.reward_weights,
-        **options.reward_limits(),
-        rows=found.train,
-        timer=timer,
-    )
+    options, timer, stack = job.options, job.timer, job.stack
+    found = prompt_rows(options.rows, options.eval, seed=options.seed)
+    reward = open_training_reward(job, found)
     policy = open_policy(options.model, options)
     for some in (found.train, found.test):
         if some is not None:
@@ -73,9 +62,6 @@ def build(job: Job) -> Built:
     learner = ExpertIterationLearner(
         options, policy=policy, updater=updater, asker=asker, tokenizer=fingerprint(policy)
     )
-
-    def watch(run: RunDir) -> None:
-        learner.run = run
 
     evaluate = None
     if found.test is not None:
@@ -100,6 +86,6 @@ def build(job: Job) -> Built:
         module=module,
         optimizer=updater.optimizer,
         evaluate=evaluate,
-        watch_run=watch,
+        watch_run=partial(setattr, learner, "run"),
         prompts=style_of(found.train),
     )

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolecall.config.generate import GenerateOptions
-from rolecall.config.merge import make
 from rolecall.config.parts import ChatOptions
+from rolecall.config.use import GenerateOptions
 from rolecall.errors import UserError
-from rolecall.jobs.models import open_model, with_model
+from rolecall.jobs.arguments import options_of
+from rolecall.jobs.models import open_model
 from rolecall.jobs.prompting import Prompting, prompting_of
 from rolecall.policy.load import LoadedModel, reading
 from rolecall.policy.render import render
@@ -85,7 +85,7 @@ def generate(options: GenerateOptions | None = None, /, **settings: Any) -> list
 
     Takes the options of `rolecall generate`, as one `GenerateOptions` or by name.
     """
-    return list(run(make(GenerateOptions, with_model(settings)) if options is None else options).answers)
+    return list(run(options_of(GenerateOptions, settings) if options is None else options).answers)
 
 
 def run(options: GenerateOptions) -> Generated:

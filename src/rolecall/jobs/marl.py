@@ -1,6 +1,7 @@
 """`rolecall marl`: agents that learn together."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ import torch
 
 from rolecall.config.marl import MARLOptions
 from rolecall.errors import UserError
-from rolecall.jobs.calls import Job, train
-from rolecall.jobs.running import Built, Run, loop_options
+from rolecall.jobs.building import Built, Job, loop_options
+from rolecall.jobs.running import Run, train
 from rolecall.marl.envs import open_envs
 from rolecall.marl.nets import save_agents
 from rolecall.marl.ppo import ActorCritic
@@ -37,7 +38,7 @@ def marl(
 
     Settings are those of `rolecall marl`, nested or dotted.
     """
-    return train(MARLOptions, settings, {}, preset=preset, progress=progress, callbacks=callbacks)
+    return train(MARLOptions, settings, preset=preset, progress=progress, callbacks=callbacks)
 
 
 def build(job: Job) -> Built:
@@ -78,6 +79,31 @@ def build(job: Job) -> Built:
     else:
         learner = QLearner(options, module=module, **parts)
 
+    write, read = _checkpoints(module, optimizer, learner)
+
+    def save_model(directory: Path) -> None:
+        about = {"env": options.env, "algo": options.algo, "agents": list(envs.spec.agents)}
+        save_agents(module.agents, directory, about)
+
+    def evaluate(step: int) -> dict[str, float]:
+        assert trials is not None
+        return learner.evaluate(trials)
+
+    return Built(
+        learner=learner,
+        loop=loop_options(options, main="return"),
+        write=write,
+        read=read,
+        save_model=save_model,
+        module=module,
+        evaluate=evaluate if trials is not None else None,
+        watch_run=partial(setattr, records, "run"),
+    )
+
+
+def _checkpoints(module: torch.nn.Module, optimizer: Any, learner: PPOLearner | QLearner) -> tuple[Any, Any]:
+    """What writes a checkpoint, and what reads it back."""
+
     def write(directory: Path, extra: dict[str, Any]) -> None:
         bad = first_non_finite(dict(module.named_parameters()))
         if bad is not None:
@@ -99,27 +125,7 @@ def build(job: Job) -> Built:
         extra: dict[str, Any] = state["extra"]
         return extra
 
-    def save_model(directory: Path) -> None:
-        about = {"env": options.env, "algo": options.algo, "agents": list(envs.spec.agents)}
-        save_agents(module.agents, directory, about)
-
-    def watch_run(run: Any) -> None:
-        records.run = run
-
-    def evaluate(step: int) -> dict[str, float]:
-        assert trials is not None
-        return learner.evaluate(trials)
-
-    return Built(
-        learner=learner,
-        loop=loop_options(options, main="return"),
-        write=write,
-        read=read,
-        save_model=save_model,
-        is_finite=lambda: first_non_finite(dict(module.named_parameters())) is None,
-        evaluate=evaluate if trials is not None else None,
-        watch_run=watch_run,
-    )
+    return write, read
 
 
 def _load(module: torch.nn.Module, saved: dict[str, torch.Tensor], directory: Path) -> None:

@@ -6,15 +6,13 @@ Every command and option that takes a model comes here, so all of them take the 
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
-from rolecall.config.given import GIVEN, GivenModel
+from rolecall.config.given import GivenObject, resolve_source
 from rolecall.config.parts import PolicyOptions
 from rolecall.errors import UserError
 from rolecall.policy.heads import RewardModel
@@ -37,24 +35,6 @@ from rolecall.train import checkpoint
 from rolecall.train.manifest import DamagedCheckpointError, check_model
 
 _log = logging.getLogger("rolecall")
-
-
-def with_model(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a call in which a model object, with its tokenizer, stands in the place of a name."""
-    found = dict(settings)
-    model, tokenizer = found.get("model"), found.pop("tokenizer", None)
-    if model is None or isinstance(model, str | PathLike):
-        if tokenizer is not None:
-            raise UserError("tokenizer goes with a model object: a model given by name brings its own, leave it out")
-        return found
-    if isinstance(model, tuple | list) and len(model) == 2 and tokenizer is None:
-        model, tokenizer = model
-    if tokenizer is None:
-        raise UserError(
-            f"model is a {type(model).__name__} without a tokenizer: give model=..., tokenizer=..., or a model's name"
-        )
-    found["model"] = GivenModel(model, tokenizer)
-    return found
 
 
 def model_directory(name: str) -> str:
@@ -141,7 +121,7 @@ def reward_of_model(name: str, *, weight: float) -> RewardModelReward:
 def start_reward_model(name: str, options: Any) -> RewardModel:
     """A language model with a head of zeros, which prefers nothing; or a reward model that trains on."""
     how = _held(options.policy)
-    directory = Path(name if isinstance(name, GivenModel) else model_directory(name)).expanduser()
+    directory = Path(name if isinstance(name, GivenObject) else model_directory(name)).expanduser()
     if (directory / "config.json").is_file():
         architectures = AutoConfig.from_pretrained(
             directory, trust_remote_code=how["trust_remote_code"]
@@ -175,13 +155,12 @@ def _held(policy: PolicyOptions) -> dict[str, Any]:
 
 def _open(name: str, **how: Any) -> LoadedModel:
     """The model as it is, with the adapter that it may carry."""
-    if isinstance(name, GivenModel):
+    given = resolve_source(name, "model")
+    if given is not name:
         if how.pop("attention", "auto") != "auto":
             raise UserError("policy.attention is for models that are loaded: set attn_implementation of the given one")
         how.pop("trust_remote_code", None)  # its code runs already
-        return from_objects(name.model, name.tokenizer, name=str(name), **how)
-    if name.startswith(GIVEN):
-        raise UserError("this run's model came from Python: resume it from Python too, with the same model")
+        return from_objects(*given, name=str(name), **how)
     place = model_directory(name)
     base = _base_of(Path(place).expanduser())
     if base is None:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolecall.agents.episodes import EnvOnly
-from rolecall.config.merge import make
+from rolecall.config.given import resolve_source
 from rolecall.config.parts import HeldOutOptions
-from rolecall.config.play import PlayOptions
-from rolecall.jobs.agents import EnvSource, env_label, episode_rows, open_arena, open_envs
-from rolecall.jobs.models import open_model, sampler, with_model
+from rolecall.config.use import PlayOptions
+from rolecall.jobs.agents import EnvSource, episode_rows, open_arena, open_envs
+from rolecall.jobs.arguments import options_of
+from rolecall.jobs.models import open_model, sampler
 from rolecall.jobs.prompting import prompting_of
 from rolecall.policy.load import reading
 from rolecall.policy.token_text import token_texts
@@ -42,22 +43,17 @@ class Conversation:
 
 def play(*, env: EnvSource, rows: RowsSource | None = None, **settings: Any) -> list[Conversation]:
     """Play episodes: `play(model="runs/agent", env="calculator", n=4)`. `env` may be a class, `rows` a list of dicts."""
-    settings |= {"rows": rows} if isinstance(rows, str) else {}
-    options = make(PlayOptions, {**with_model(settings), "env": env_label(env)})
-    return run(options, env=None if isinstance(env, str) else env, rows=None if isinstance(rows, str) else rows)
+    return run(options_of(PlayOptions, {**settings, "env": env, "rows": rows}))
 
 
-def run(options: PlayOptions, *, env: EnvSource | None = None, rows: RowsSource | None = None) -> list[Conversation]:
-    """Play from options; an environment and rows that are objects take the place of the named ones."""
-    source = options.env if env is None else env
+def run(options: PlayOptions) -> list[Conversation]:
+    """Play from options."""
+    source = resolve_source(options.env, "environment")
     with ExitStack() as stack:
-        how = HeldOutOptions(every=1, rows=options.n)
-        given = options.rows if rows is None else rows
-        if given is not None:
-            how = HeldOutOptions()
+        how = HeldOutOptions(every=1, rows=options.n) if options.rows is None else HeldOutOptions()
         learnt = prompting_of(options.model)
         prompts = {"prompt": options.agent.prompt, "learned": learnt.prompt_in(source)}
-        train, test = episode_rows(source, given, how, n=options.n, seed=options.seed, **prompts)
+        train, test = episode_rows(source, options.rows, how, n=options.n, seed=options.seed, **prompts)
         found = train if test is None else test
         chosen = dict(enumerate(head(found, options.n)))
         envs = open_envs(source, options.agent, stack)

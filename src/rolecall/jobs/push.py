@@ -5,7 +5,6 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from rolecall.config.push import PushOptions
 from rolecall.errors import UserError
 from rolecall.files import DiskError, write_atomically
 from rolecall.jobs.models import model_directory
@@ -48,11 +47,6 @@ def push(run: str | Path, repo: str, *, private: bool = True, out: str | None = 
     except (OSError, DiskError) as error:
         raise UserError(f"{folder} could not be written: {error}", exit_code=ExitCode.DISK) from error
     return Pushed(folder=folder, url=None if dry_run else _upload(folder, repo, private=private))
-
-
-def run(options: PushOptions) -> Pushed:
-    """Run from options."""
-    return push(options.run, options.repo, private=options.private, out=options.out, dry_run=options.dry_run)
 
 
 def _checked(place: Path) -> RunFiles:

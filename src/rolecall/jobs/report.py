@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rolecall.config.report import ReportOptions
 from rolecall.errors import UserError
 from rolecall.files import DiskError, write_atomically
 from rolecall.look.report import curves_of, report_html
@@ -55,8 +54,3 @@ def report_at_the_end(run: Path) -> None:
         report(run)
     except Exception as error:
         _log.warning("the report of %s was not written: %s; `rolecall report %s` tries again", run, error, run)
-
-
-def run(options: ReportOptions) -> Report:
-    """Run from options."""
-    return report(options.run, out=options.out, png=options.png)

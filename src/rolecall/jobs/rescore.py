@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from rolecall.agents.episodes import with_env
-from rolecall.config.merge import make
+from rolecall.config.given import GIVEN, GivenObject
 from rolecall.config.parts import HeldOutOptions
-from rolecall.config.rescore import RescoreOptions
+from rolecall.config.use import RescoreOptions
 from rolecall.errors import UserError
 from rolecall.experience.joined import Joined
 from rolecall.experience.parquet import StoreError
@@ -22,7 +22,8 @@ from rolecall.experience.store import RolloutDetails, Rollouts, write_rollouts
 from rolecall.experience.stored import RolloutStore
 from rolecall.files import DiskError, write_atomically
 from rolecall.jobs.agents import env_source, episode_rows
-from rolecall.jobs.data import by_name, labelled, listed, open_reward, prompt_rows, unnamed
+from rolecall.jobs.arguments import options_of
+from rolecall.jobs.data import open_reward, prompt_rows
 from rolecall.jobs.notebook import spoken
 from rolecall.recipes.records import as_json
 from rolecall.recipes.sampling import as_completion
@@ -68,19 +69,12 @@ def rescore(
 
     `reward` is a function, a name or a list of them; `rows` the rows that the run answered, if they came from Python.
     """
-    rewards = listed(reward)
-    options = make(RescoreOptions, {**settings, "run": str(run), **by_name(rows=rows, reward=rewards)})
-    return run_from(options, rows=unnamed(rows), rewards=rewards or None, progress=progress)
+    options = options_of(RescoreOptions, {**settings, "run": str(run), "rows": rows, "reward": reward})
+    return run_from(options, progress=progress)
 
 
-def run_from(
-    options: RescoreOptions,
-    *,
-    rows: Any = None,
-    rewards: Sequence[Any] | None = None,
-    progress: Progress | None = None,
-) -> Rescored:
-    """Run from options; rows and rewards that are objects take the place of the named ones."""
+def run_from(options: RescoreOptions, *, progress: Progress | None = None) -> Rescored:
+    """Run from options."""
     progress = progress or (Quiet() if options.quiet else spoken())
     source, out = Path(options.run).expanduser(), _place(options)
     try:
@@ -88,18 +82,13 @@ def run_from(
         check_new(out.parent, out.name)
         with ExitStack() as stack:
             config = _config(source)
-            table, task_reward, checked = _rows(options, rows, config)
+            table, task_reward, checked = _rows(options, config)
             reward = open_reward(
-                rewards or options.reward,
-                task_reward,
-                stack,
-                weights=options.reward_weights,
-                **options.reward_limits(),
-                rows=table,
+                options.reward, task_reward, stack, options, weights=options.reward_weights, rows=table
             )
             _check_rows(store, table, prompts=checked)
             run = stack.enter_context(RunDir(out.parent, out.name))
-            names = labelled(options, reward=rewards).reward
+            names = [str(name) for name in options.reward]
             write_atomically(run.config, json.dumps({**config, "reward": names}, indent=1).encode())
             about = {"command": "rescore", "from": str(source), "reward": names}
             write_atomically(run.run, json.dumps(about, indent=1).encode())
@@ -208,14 +197,14 @@ def _write(path: Path, old: Rollouts, scored: Sequence[Scored]) -> None:
     write_rollouts(path, trajectories, batch, step=old.step, details=details, model=old.model, tokenizer=old.tokenizer)
 
 
-def _rows(options: RescoreOptions, rows: Any, config: Mapping[str, Any]) -> tuple[Rows, str | None, bool]:
+def _rows(options: RescoreOptions, config: Mapping[str, Any]) -> tuple[Rows, str | None, bool]:
     """The rows in the order that the run numbered them, the task's own reward, and whether their prompts are what was
     asked: an environment of the user's own may ask anything."""
-    source: Any = rows if rows is not None else options.rows or config.get("rows")
+    source: Any = options.rows or config.get("rows")
     env = env_source(config.get("env"), source)
     if source is None and env is None:
         raise UserError(f"{options.run} does not say which rows it answered; give them with --rows")
-    if isinstance(source, str) and source.startswith("(given in Python)"):
+    if isinstance(source, str) and source.startswith(GIVEN) and not isinstance(source, GivenObject):
         raise UserError(f"the rows of {options.run} came from Python; give them with --rows, or call rolecall.rescore")
     evaluation, seed = _evaluation(config), int(config.get("seed") or 0)
     if env is not None:

@@ -9,17 +9,17 @@ from typing import Any
 
 from rolecall.agents.episodes import Arena, EnvOnly, EpisodeEvaluator, Episodes
 from rolecall.agents.pool import Envs
-from rolecall.config.rl import RLOptions, weights_line
+from rolecall.config.given import resolve_source
+from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
 from rolecall.experience.parquet import StoreError
 from rolecall.experience.stored import RolloutStore
 from rolecall.jobs.agents import EnvSource, check_episodes, env_source, episode_rows, open_arena, open_envs, try_out
-from rolecall.jobs.arguments import trl_arguments
-from rolecall.jobs.calls import Job, train
-from rolecall.jobs.data import PromptRows, check_prompts, open_judge, open_reward, prompt_rows, steps_of
+from rolecall.jobs.building import Built, Job, build_policy, loop_options, prepared
+from rolecall.jobs.data import PromptRows, check_prompts, open_judge, open_training_reward, prompt_rows, steps_of
 from rolecall.jobs.models import engine_dtype, fingerprint, open_policy, open_reward_model, sampler
 from rolecall.jobs.prompting import style_of
-from rolecall.jobs.running import Built, Run, build_policy, loop_options, prepared
+from rolecall.jobs.running import Run, train
 from rolecall.policy.heads import Critic, ScalarHead
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter, merged
@@ -43,7 +43,6 @@ from rolecall.train.rundir import RunDir
 _log = logging.getLogger("rolecall")
 
 
-@trl_arguments
 def rl(
     *,
     preset: str = "grpo",
@@ -59,11 +58,13 @@ def rl(
 ) -> Run:
     """Train with RL: `rl(model="tiny", rows="data.jsonl", reward=my_reward, preset="grpo", steps=50)`.
 
-    `rows` and `eval_data` may be lists of dicts, data frames or Hugging Face datasets, `reward` a function or a list of them, `env` a class of environments to play episodes
-    of several turns in; `advantage(batch)` and `loss(outputs, batch)` replace the preset's own. All other settings are those of `rolecall rl`, nested or dotted.
+    `rows` and `eval_data` may be lists of dicts, data frames or Hugging Face datasets, `reward` a function or a list of
+    them, `env` a class of environments to play episodes of several turns in; `advantage(batch)` and `loss(outputs, batch)`
+    replace the preset's own. All other settings are those of `rolecall rl`, nested or dotted.
     """
-    given = {"rows": rows, "eval_data": eval_data, "env": env, "reward": reward, "advantage": advantage, "loss": loss}
-    return train(RLOptions, settings, given, base=preset, progress=progress, callbacks=callbacks)
+    arguments = {**settings, "rows": rows, "eval_data": eval_data, "env": env, "reward": reward}
+    functions = {"advantage": advantage, "loss": loss}
+    return train(RLOptions, arguments, base=preset, progress=progress, callbacks=callbacks, functions=functions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +97,7 @@ def build(job: Job) -> Built:
     dtype = engine_dtype(options) or policy.model.dtype
     guard = Guard(options, policy=policy, updater=updater, engine=engine, engine_dtype=dtype)
     warn_if_support_is_cut(options.sampling)
-    if line := weights_line(options):
+    if line := options.weights_line:
         _log.info(line)
     parts: dict[str, Any] = {"policy": policy, "engine": engine, "reward": asked.reward, "timer": job.timer}
     arena = None
@@ -114,8 +115,7 @@ def build(job: Job) -> Built:
         rows=rows,
         reference=reference,
         watches=[guard],
-        advantage=job.given.advantage,
-        loss=job.given.loss,
+        **job.functions,
         collector=collector,
         **parts,
     )
@@ -139,34 +139,26 @@ def build(job: Job) -> Built:
 
 def _played(job: Job) -> EnvSource | None:
     """The environment that episodes are played in; None if prompts are answered once."""
-    return env_source(job.options.env if job.given.env is None else job.given.env, job.rows)
+    return env_source(resolve_source(job.options.env, "environment"), job.options.rows)
 
 
 def _asked(job: Job) -> _Asked:
     """The rows, their reward and environments, opened and found good."""
-    options, given, played = job.options, job.given, _played(job)
+    options, played = job.options, _played(job)
     if played is not None:
         check_episodes(options)
     if not (options.sampled_now or options.eval.every):
         return _Asked(reward=Unasked() if played is None else EnvOnly())
     if played is None:
-        source = "addition" if job.rows is None else job.rows
-        found = prompt_rows(source, options.eval, seed=options.seed, eval_data=given.eval_data)
+        found = prompt_rows("addition" if options.rows is None else options.rows, options.eval, seed=options.seed)
     else:
-        how: dict[str, Any] = {"seed": options.seed, "prompt": options.agent.prompt, "eval_data": given.eval_data}
-        rows, held_out = episode_rows(played, job.rows, options.eval, **how)
+        rows, held_out = episode_rows(
+            played, options.rows, options.eval, seed=options.seed, prompt=options.agent.prompt
+        )
         found = PromptRows(train=rows, test=held_out)
     reward: Reward = EnvOnly()
-    if played is None or given.reward or options.reward:
-        reward = open_reward(
-            given.reward or options.reward,
-            found.reward,
-            job.stack,
-            weights=options.reward_weights,
-            **options.reward_limits(),
-            rows=found.train,
-            timer=job.timer,
-        )
+    if played is None or options.reward:
+        reward = open_training_reward(job, found)
     envs = None
     if played is not None:
         envs = open_envs(played, options.agent, job.stack)

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rolecall.config.rm import RMOptions
-from rolecall.jobs.arguments import trl_arguments
-from rolecall.jobs.calls import Job, train
+from rolecall.config.training import RMOptions
+from rolecall.jobs.building import Built, Job, loop_options, prepared
 from rolecall.jobs.data import preferences, steps_of
 from rolecall.jobs.models import start_reward_model
-from rolecall.jobs.running import Built, Run, loop_options, prepared
+from rolecall.jobs.running import Run, train
 from rolecall.recipes.reward_model import (
     RewardModelLearner,
     centre,
@@ -24,12 +23,10 @@ from rolecall.recipes.reward_model import (
 from rolecall.tasks.sources import RowsSource
 from rolecall.train.callbacks import Given
 from rolecall.train.progress import Progress
-from rolecall.train.state import first_non_finite
 
 _log = logging.getLogger("rolecall")
 
 
-@trl_arguments
 def rm(
     *,
     rows: RowsSource | None = None,
@@ -40,10 +37,11 @@ def rm(
 ) -> Run:
     """Train a reward model: `rm(model="runs/sft-1", rows="preferences.jsonl", steps=200)`.
 
-    `rows` and `eval_data` may be lists of dicts, data frames or Hugging Face datasets. All other settings are those of `rolecall rm`, nested or dotted.
+    `rows` and `eval_data` may be lists of dicts, data frames or Hugging Face datasets. All other settings are those of
+    `rolecall rm`, nested or dotted.
     """
-    given = {"rows": rows, "eval_data": eval_data}
-    return train(RMOptions, settings, given, progress=progress, callbacks=callbacks)
+    arguments = {**settings, "rows": rows, "eval_data": eval_data}
+    return train(RMOptions, arguments, progress=progress, callbacks=callbacks)
 
 
 def build(job: Job) -> Built:
@@ -51,7 +49,7 @@ def build(job: Job) -> Built:
     options = job.options
     budget = options.optim.token_budget
     model = start_reward_model(options.model, options)
-    rows, held_out = preferences(options, job.given.rows, job="rm", eval_data=job.given.eval_data)
+    rows, held_out = preferences(options, job="rm")
     pairs = make_pairs(model, rows, chat=options.chat, max_length=options.max_length)
     if pairs.too_long or pairs.same:
         _log.warning("%s", pairs.in_words())
@@ -93,6 +91,6 @@ def build(job: Job) -> Built:
         write=write,
         read=read,
         save_model=save_model,
-        is_finite=lambda: first_non_finite(dict(model.named_parameters())) is None,
+        module=model,
         evaluate=evaluate if held else None,
     )

@@ -1,13 +1,14 @@
-"""What every training job does around its learner: the run directory, resuming, the loop, the final model."""
+"""One way from a call to a run: its options, the parts its command builds, the run directory, the loop, the final model."""
 
 import gc
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,101 +19,31 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
 
 from rolecall.config.merge import to_dict
-from rolecall.config.parts import OptimOptions, RunOptions
+from rolecall.config.parts import RunOptions
 from rolecall.config.preflight import check_address_space
 from rolecall.errors import UserError
 from rolecall.files import TMP_MARK, DiskError, fsync_path
+from rolecall.jobs.arguments import options_of
+from rolecall.jobs.building import Built, Job
 from rolecall.jobs.notebook import spoken
 from rolecall.jobs.report import report_at_the_end
 from rolecall.jobs.resuming import describe, resume
 from rolecall.jobs.tracking import FOLDER, start_trackers, tracker_names
 from rolecall.look.inline import run_html
-from rolecall.policy.load import LoadedModel, save
-from rolecall.policy.lora import export, has_adapter
-from rolecall.policy.model import PolicyModel
 from rolecall.train.callbacks import Callbacks, Given, check_callbacks
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.jsonl import read_lines
-from rolecall.train.learner import Learner
 from rolecall.train.lock import LockedError
-from rolecall.train.loop import Loop, LoopOptions, Outcome
+from rolecall.train.loop import Loop, Outcome
 from rolecall.train.manifest import CheckpointError, DamagedCheckpointError, seal_model
-from rolecall.train.optim import make_optimizer
 from rolecall.train.peers import PeerLost, Peers, open_sockets
-from rolecall.train.persist import read_checkpoint, write_checkpoint
 from rolecall.train.progress import Progress, Quiet
 from rolecall.train.rundir import RunDir, RunDirError, check_new, disk_errors
 from rolecall.train.state import first_non_finite
-from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
 
 _HOW = ("out", "resume", "extend", "strict", "overwrite", "grace", "rank_timeout", "quiet")
 """Options that say how a run is started, not what it is; they are not part of its configuration."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Built:
-    """A job's parts, ready to run."""
-
-    learner: Learner
-    loop: LoopOptions
-    write: Callable[[Path, dict[str, Any]], None]
-    """Puts all state, and the given extra, into a checkpoint's directory."""
-    read: Callable[[Path], dict[str, Any]]
-    """Puts it back from there, the learner's included, and returns the extra."""
-    save_model: Callable[[Path], None] | None
-    """Writes the final model; None if the job makes none."""
-    is_finite: Callable[[], bool]
-    """Whether all weights are."""
-    evaluate: Callable[[int], dict[str, float]] | None = None
-    """Numbers on held-out rows."""
-    watch_run: Callable[[RunDir], None] = lambda run: None
-    """Told the run directory before the first step."""
-    finish: Callable[[RunDir], None] = lambda run: None
-    """Told the run directory when the run is done."""
-    prompts: str | None = None
-    """How prompts are put to the model: chat (messages in its template) or text; None if unknown, or both."""
-
-
-def prepared(module: torch.nn.Module, options: OptimOptions, accelerator: Accelerator, timer: Timer) -> Updater:
-    """What trains a module: it and its optimiser, made ready for the device and the processes."""
-    wrapped, optimizer = accelerator.prepare(module, make_optimizer(module, options))
-    return Updater(
-        accelerator,
-        wrapped,
-        optimizer,
-        token_budget=options.token_budget,
-        max_grad_norm=options.max_grad_norm,
-        timer=timer,
-    )
-
-
-def build_policy(
-    learner: Learner, loop: LoopOptions, *, policy: LoadedModel, module: PolicyModel, optimizer: Any, **more: Any
-) -> Built:
-    """The parts of a job that trains a policy."""
-
-    def write(directory: Path, extra: dict[str, Any]) -> None:
-        state = learner.state_dict()
-        write_checkpoint(directory, policy=policy, module=module, optimizer=optimizer, learner=state, extra=extra)
-
-    def read(directory: Path) -> dict[str, Any]:
-        state, extra = read_checkpoint(directory, policy=policy, module=module, optimizer=optimizer)
-        learner.load_state_dict(state)
-        return extra
-
-    def save_model(directory: Path) -> None:
-        (export if has_adapter(policy) else save)(policy, directory)
-
-    return Built(
-        learner=learner,
-        loop=loop,
-        write=write,
-        read=read,
-        save_model=save_model,
-        is_finite=lambda: first_non_finite(dict(module.named_parameters())) is None,
-        **more,
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,13 +84,55 @@ class Run:
         return [line for line in self.metrics if any(name.startswith("eval_") for name in line)]
 
 
-Build = Callable[[Any, Accelerator, Timer, ExitStack], Built]
-
-
-def execute(
-    command: str, options: Any, build: Build, *, progress: Progress | None = None, callbacks: Sequence[Given] = ()
+def train(
+    kind: Any,
+    arguments: Mapping[str, Any],
+    *,
+    base: str | None = None,
+    preset: str | None = None,
+    stops: bool = True,
+    progress: Progress | None = None,
+    callbacks: Sequence[Given] = (),
+    functions: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Run a job from its options: make or resume the run directory, build, loop, write the model and the report."""
+    """Run a command from Python.
+
+    One that Ctrl-C or SIGTERM ended ends the script too if it `stops`: what follows expects a trained model.
+    """
+    options = options_of(kind, arguments, base=base, preset=preset)
+    ended = run(options, progress=progress, callbacks=callbacks, functions=functions)
+    return unless_stopped(ended) if stops else unless_failed(ended)
+
+
+def unless_failed(run: Run) -> Run:
+    """The run, unless it ended with an error, which is raised."""
+    if run.outcome.exit_code == ExitCode.ERROR:
+        raise UserError(f"{run.outcome.reason}; the run is in {run.path}", exit_code=ExitCode.ERROR)
+    return run
+
+
+def unless_stopped(run: Run) -> Run:
+    """The run, unless an error, Ctrl-C or SIGTERM ended it: then the script ends too."""
+    code = unless_failed(run).outcome.exit_code
+    if code == ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt(f"{run.outcome.reason}; resume with out={str(run.path)!r}, resume=True")
+    if code == ExitCode.TERMINATED:
+        raise SystemExit(int(code))
+    return run
+
+
+def run(
+    options: Any,
+    *,
+    progress: Progress | None = None,
+    callbacks: Sequence[Given] = (),
+    functions: Mapping[str, Any] | None = None,
+    build: Callable[[Job], Built] | None = None,
+) -> Run:
+    """Run a command from its options: make or resume the run directory, build, loop, write the model and the report.
+
+    `build` makes the run's parts; that of the command's own module if not given.
+    """
     check_callbacks(callbacks)
     if options.extend:
         passes = {"epochs": None} if options.either else {}
@@ -177,29 +150,85 @@ def execute(
     )
     if not accelerator.is_main_process:
         progress = Quiet()
-    path = _place(command, options)
     try:
-        run = _execute(command, options, build, progress, accelerator, peers, path, callbacks)
+        with ExitStack() as stack:
+            timer = Timer(watcher=progress)
+            job = Job(options=options, accelerator=accelerator, timer=timer, stack=stack, functions=functions or {})
+            build = build or import_module(f"rolecall.jobs.{options.command.replace('-', '_')}").build
+            ended = _run(job, build, progress, peers, callbacks)
         if accelerator.is_main_process:
-            report_at_the_end(run.path)
-        if run.outcome.dropped:
-            peers.leave(run.outcome.exit_code, run.outcome.reason)
+            report_at_the_end(ended.path)
+        if ended.outcome.dropped:
+            peers.leave(ended.outcome.exit_code, ended.outcome.reason)
         else:
             accelerator.wait_for_everyone()  # a launcher ends all processes when one exits with an error
     except BaseException as error:
-        told = _told(error, peers)
-        peers.leave(getattr(told, "exit_code", ExitCode.ERROR), str(told) or type(error).__name__)
-        if told is error:
+        shown = _in_words(error, peers)
+        peers.leave(getattr(shown, "exit_code", ExitCode.ERROR), str(shown) or type(error).__name__)
+        if shown is error:
             raise
-        raise told from error
+        raise shown from error
     peers.close()
     accelerator.free_memory()
     gc.collect()  # wrapped models hold the process group, and hang if they outlive it
     accelerator.end_training()
-    return run
+    return ended
 
 
-def _told(error: BaseException, peers: Peers) -> BaseException:
+def _run(job: Job, build: Callable[[Job], Built], progress: Progress, peers: Peers, callbacks: Sequence[Given]) -> Run:
+    options, accelerator = job.options, job.accelerator
+    command, processes = options.command, accelerator.num_processes
+    path = next_free(command) if options.out is None else Path(options.out).expanduser()
+    # The directory is made, or an old run removed, only when rows, rewards and models have been found good.
+    check_new(path.parent, path.name, resume=options.resume, overwrite=options.overwrite)
+    alike = {"command": command, "rolecall version": version("rolecall"), "torch version": version("torch")}
+    peers.check_same(alike | {n: v for n, v in to_dict(options).items() if n != "quiet"})
+    peers.watch()
+    built = build(job)
+    config = configuration(options)
+    if "steps" in config:
+        config["steps"] = built.loop.steps  # those of `epochs`, now that the rows are known
+    run = None
+    if accelerator.is_main_process:
+        run = job.stack.enter_context(_open(options, path))
+        path = run.path
+        job.stack.enter_context(disk_errors(path))
+        built.watch_run(run)
+    log = start_trackers(accelerator, options, config, path)
+    loop = Loop(
+        built.learner,
+        built.loop,
+        run=run,
+        config=config,
+        write=lambda directory, extra: built.write(directory, extra | {"processes": processes}),
+        evaluate=built.evaluate,
+        progress=progress,
+        timer=job.timer,
+        agree=lambda flag: _largest(accelerator, flag),
+        log=log,
+        callbacks=Callbacks(callbacks if run is not None else (), path=path, steps=built.loop.steps),
+        updater=getattr(built.learner, "updater", None),
+        peers=peers,
+        grace=options.grace,
+    )
+    resumed = None
+    if options.resume:
+        resumed = resume(path, run, built.read, loop, config, processes=processes, strict=options.strict)
+    if run is not None:
+        describe(run, command, config, resumed, processes=processes, prompts=built.prompts)
+    start = 0 if resumed is None else resumed.step
+    _check_start(accelerator, start, path)
+    outcome = loop.go(start=start, title=f"{command} in {path}")
+    if run is not None and _has_result(outcome, built):
+        if built.save_model is not None:
+            _write_model(run, outcome.step, built.save_model)
+        built.finish(run)
+    outcome = loop.tell_end(outcome)
+    lines = read_lines(run.metrics.path) if run is not None else []
+    return Run(path=path, outcome=outcome, metrics=list(lines))
+
+
+def _in_words(error: BaseException, peers: Peers) -> BaseException:
     """The error in the words of the person who started the run, if it is one that has a name."""
     if isinstance(error, DiskError):
         return UserError(str(error), exit_code=ExitCode.DISK)
@@ -212,104 +241,10 @@ def _told(error: BaseException, peers: Peers) -> BaseException:
     return error if lost is None else PeerLost(f"{lost}; the same command may succeed")
 
 
-def unless_failed(run: Run) -> Run:
-    """The run, unless it ended with an error, which is raised."""
-    if run.outcome.exit_code == ExitCode.ERROR:
-        raise UserError(f"{run.outcome.reason}; the run is in {run.path}", exit_code=ExitCode.ERROR)
-    return run
-
-
-def unless_stopped(run: Run) -> Run:
-    """The run, unless an error, Ctrl-C or SIGTERM ended it: then the script ends too, since what follows expects a trained
-    model."""
-    code = unless_failed(run).outcome.exit_code
-    if code == ExitCode.INTERRUPTED:
-        raise KeyboardInterrupt(f"{run.outcome.reason}; resume with out={str(run.path)!r}, resume=True")
-    if code == ExitCode.TERMINATED:
-        raise SystemExit(int(code))
-    return run
-
-
-def _execute(
-    command: str,
-    options: Any,
-    build: Build,
-    progress: Progress,
-    accelerator: Accelerator,
-    peers: Peers,
-    path: Path,
-    callbacks: Sequence[Given],
-) -> Run:
-    processes = accelerator.num_processes
-    with ExitStack() as stack:
-        timer = Timer(watcher=progress)
-        # The directory is made, or an old run removed, only when rows, rewards and models have been found good.
-        check_new(path.parent, path.name, resume=options.resume, overwrite=options.overwrite)
-        alike = {"command": command, "rolecall version": version("rolecall"), "torch version": version("torch")}
-        peers.check_same(alike | {n: v for n, v in to_dict(options).items() if n != "quiet"})
-        peers.watch()
-        built = build(options, accelerator, timer, stack)
-        config = configuration(options)
-        if "steps" in config:
-            config["steps"] = built.loop.steps  # those of `epochs`, now that the rows are known
-        run = None
-        if accelerator.is_main_process:
-            run = stack.enter_context(_open(command, options, path))
-            path = run.path
-            stack.enter_context(disk_errors(path))
-            built.watch_run(run)
-        log = start_trackers(accelerator, options, config, path)
-        called = Callbacks(callbacks if run is not None else (), path=path, steps=built.loop.steps)
-        loop = Loop(
-            built.learner,
-            built.loop,
-            run=run,
-            config=config,
-            write=lambda directory, extra: built.write(directory, extra | {"processes": processes}),
-            evaluate=built.evaluate,
-            progress=progress,
-            timer=timer,
-            agree=lambda flag: _largest(accelerator, flag),
-            log=log,
-            callbacks=called,
-            updater=getattr(built.learner, "updater", None),
-            peers=peers,
-            grace=options.grace,
-        )
-        resumed = None
-        if options.resume:
-            resumed = resume(path, run, built.read, loop, config, processes=processes, strict=options.strict)
-        if run is not None:
-            describe(run, command, config, resumed, processes=processes, prompts=built.prompts)
-        start = 0 if resumed is None else resumed.step
-        _check_start(accelerator, start, path)
-        outcome = loop.go(start=start, title=f"{command} in {path}")
-        if run is not None and _has_result(outcome, built):
-            if built.save_model is not None:
-                _write_model(run, outcome.step, built.save_model)
-            built.finish(run)
-        outcome = loop.tell_end(outcome)
-        lines = read_lines(run.metrics.path) if run is not None else []
-        return Run(path=path, outcome=outcome, metrics=list(lines))
-
-
-def loop_options(options: Any, *, main: str, lower: bool = False) -> LoopOptions:
-    """When the loop does what; `main` is the evaluation's number to maximise, or with `lower` to minimise."""
-    return LoopOptions(
-        steps=options.steps,
-        save_every=options.save.every,
-        keep=options.save.keep,
-        eval_every=options.eval.every,
-        main=main,
-        lower=lower,
-        stop_at=options.eval.stop_at,
-    )
-
-
 def _has_result(outcome: Outcome, built: Built) -> bool:
     """A run that is done, or that diverged with weights that are still good."""
     if outcome.exit_code is ExitCode.DIVERGED:
-        return built.is_finite()
+        return built.module is None or first_non_finite(dict(built.module.named_parameters())) is None
     return outcome.exit_code is ExitCode.DONE
 
 
@@ -322,9 +257,8 @@ def _accelerator(options: RunOptions) -> Accelerator:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device cuda was asked for, but torch finds no GPU; use --device cpu")
     trackers = tracker_names(options)
-    patience = InitProcessGroupKwargs(
-        timeout=timedelta(days=1)
-    )  # `Peers` notices who is lost; a slow peer is waited for
+    # `Peers` notices who is lost; a slow peer is waited for.
+    patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
     precision = getattr(getattr(options, "policy", None), "mixed_precision", "no")
     # Accelerate keeps the first run's precision for the whole process; each run has its own.
     AcceleratorState._reset_state()
@@ -337,10 +271,6 @@ def _accelerator(options: RunOptions) -> Accelerator:
     )
 
 
-def _place(command: str, options: RunOptions) -> Path:
-    return next_free(command) if options.out is None else Path(options.out).expanduser()
-
-
 def next_free(command: str) -> Path:
     """runs/COMMAND-NUMBER with the first number that is not taken."""
     number = 1
@@ -349,7 +279,7 @@ def next_free(command: str) -> Path:
     return Path("runs") / f"{command}-{number}"
 
 
-def _open(command: str, options: RunOptions, path: Path) -> RunDir:
+def _open(options: RunOptions, path: Path) -> RunDir:
     """The run's directory. If its name is one of ours and another job took it in the meantime, the next free one."""
     while True:
         try:
@@ -357,7 +287,7 @@ def _open(command: str, options: RunOptions, path: Path) -> RunDir:
         except (RunDirError, LockedError):
             if options.out is not None or not path.exists():
                 raise
-            path = next_free(command)
+            path = next_free(options.command)
 
 
 def _write_model(run: RunDir, step: int, save_model: Callable[[Path], None]) -> None:

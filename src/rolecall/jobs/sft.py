@@ -5,15 +5,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from rolecall.config.sft import SFTOptions
+from rolecall.config.training import SFTOptions
 from rolecall.errors import UserError
-from rolecall.jobs.arguments import trl_arguments
-from rolecall.jobs.calls import Job, train
+from rolecall.jobs.building import Built, Job, build_policy, loop_options, prepared
 from rolecall.jobs.data import check_kind, check_prompts, demonstrated_splits, open_reward, steps_of
 from rolecall.jobs.evaluators import answering, task_evaluator
 from rolecall.jobs.models import open_policy
 from rolecall.jobs.prompting import style_of
-from rolecall.jobs.running import Built, Run, build_policy, loop_options, prepared
+from rolecall.jobs.running import Run, train
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.rendering import rendered_rows
 from rolecall.recipes.sft import SFTLearner
@@ -26,7 +25,6 @@ from rolecall.train.progress import Progress
 _log = logging.getLogger("rolecall")
 
 
-@trl_arguments
 def sft(
     *,
     rows: RowsSource | None = None,
@@ -40,14 +38,14 @@ def sft(
     `rows` and `eval_data` may be lists of dicts, data frames or Hugging Face datasets. All other settings are those of
     `rolecall sft`, nested or dotted.
     """
-    given = {"rows": rows, "eval_data": eval_data}
-    return train(SFTOptions, settings, given, progress=progress, callbacks=callbacks)
+    arguments = {**settings, "rows": rows, "eval_data": eval_data}
+    return train(SFTOptions, arguments, progress=progress, callbacks=callbacks)
 
 
 def build(job: Job) -> Built:
     """The parts of a run."""
-    options, source, stack = job.options, job.rows, job.stack
-    found, held = demonstrated_splits(source, options.eval, seed=options.seed, eval_data=job.given.eval_data)
+    options, stack = job.options, job.stack
+    found, held = demonstrated_splits(options.rows, options.eval, seed=options.seed)
     policy = open_policy(options.model, options)
     trajectories, too_long = rendered_rows(found, policy, options.chat, max_length=options.max_length)
     if too_long:
@@ -57,7 +55,7 @@ def build(job: Job) -> Built:
     updater = prepared(module, options.optim, job.accelerator, job.timer)
     learner = SFTLearner(options, updater=updater, demonstrations=trajectories)
     # A task answers its own test prompts; of other rows the loss is known, and the reward if one is named.
-    asked = options.eval.data if options.eval.data is not None and is_task(options.eval.data) else source
+    asked = options.eval.data if options.eval.data is not None and is_task(options.eval.data) else options.rows
     evaluate = task_evaluator(options, policy, asked, stack) if held is None else None
     if held is not None:
         evaluate = _held_out_evaluator(options, policy, learner, held, stack)
@@ -82,7 +80,7 @@ def _held_out_evaluator(options: SFTOptions, policy: Any, learner: SFTLearner, h
     if options.eval.reward:
         check_kind(held, ("prompt",), "a column `prompt` in the rows that eval.reward scores answers to")
         check_prompts(held, policy, options.chat)
-        reward = open_reward(options.eval.reward, None, stack, weights=None, **options.reward_limits(), rows=held)
+        reward = open_reward(options.eval.reward, None, stack, options, rows=held)
         answers = answering(options, policy, reward, held)
     elif known is None:
         raise UserError(

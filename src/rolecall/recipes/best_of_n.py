@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rolecall.config.best_of_n import BestOfNOptions
+from rolecall.config.training import BestOfNOptions
 from rolecall.experience.store import Rollouts, read_rollouts
 from rolecall.files import write_atomically
 from rolecall.maths.best_of import best_of_kl, expected_best

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolecall.config.dpo import DPOOptions
+from rolecall.config.training import DPOOptions
 from rolecall.experience.batches import collate, lengths_of
 from rolecall.maths.losses import dpo
 from rolecall.maths.roles import TrainRule

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolecall.config.expert_iteration import ExpertIterationOptions
+from rolecall.config.training import ExpertIterationOptions
 from rolecall.experience.batches import collate
 from rolecall.files import DiskError
 from rolecall.maths.roles import TrainRule
@@ -96,7 +96,7 @@ class ExpertIterationLearner:
         good = [
             (scored.total, -i, i)
             for i, (scored, completion) in enumerate(zip(group.scored, group.completions, strict=True))
-            if scored.total is not None and scored.total >= o.needed and completion.finish is not Finish.ABORT
+            if scored.total is not None and scored.total >= o.required_score and completion.finish is not Finish.ABORT
         ]
         if o.keep == "best":
             return [max(good)[2]] if good else []

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rolecall.config.parts import ChatOptions
-from rolecall.config.rm import RMOptions
+from rolecall.config.training import RMOptions
 from rolecall.maths.losses import bradley_terry
 from rolecall.policy.heads import RewardModel
 from rolecall.policy.load import Dtype

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from rolecall.config.sft import SFTOptions
+from rolecall.config.training import SFTOptions
 from rolecall.experience.batches import collate
 from rolecall.maths import losses
 from rolecall.maths.roles import TrainRule

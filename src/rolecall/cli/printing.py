@@ -1,0 +1,117 @@
+"""What commands print that use models and runs: a few lines each. What a command needs is imported when it runs."""
+
+import json
+import sys
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from shlex import quote
+from textwrap import indent
+from typing import Any
+
+from rolecall.cli.progress import display
+from rolecall.config.use import (
+    ConformanceOptions,
+    EnvOptions,
+    EvalOptions,
+    PushOptions,
+    ReportOptions,
+    RescoreOptions,
+)
+from rolecall.visible import visible_text
+
+
+def env(options: EnvOptions) -> None:
+    """A `name: value` line for each fact about this machine."""
+    from rolecall.jobs.env import environment
+
+    facts = environment()
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        print(f"{name + ':':{width + 1}} {value}")
+
+
+def evaluate(options: EvalOptions) -> None:
+    """The numbers, and answers if they are wanted."""
+    from rolecall.jobs.eval import run
+    from rolecall.look.charts import ACCURACY
+
+    display(quiet=options.json)
+    found = run(options)
+    for prompt, answer, score in list(zip(found.prompts, found.answers, found.scores, strict=True))[: options.show]:
+        shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        print(f"{visible_text(shown)} -> {visible_text(answer)}  ({'failed' if score is None else f'{score:g}'})")
+    if options.json:
+        print(json.dumps(found.numbers))
+    else:
+        width = max(map(len, found.numbers))
+        for name, value in found.numbers.items():
+            graded = name == "accuracy" and any(score not in (0, 1, None) for score in found.scores)
+            print(f"{name:{width}}  {value:.4f}{f'  ({ACCURACY})' if graded else ''}")
+    if found.numbers["failed"]:
+        print(f"{found.numbers['failed']:.1%} of the rewards failed", file=sys.stderr)
+
+
+def rescore(options: RescoreOptions) -> None:
+    """What came out, and how to train on it."""
+    from rolecall.jobs.rescore import run_from
+
+    found = run_from(options, progress=display(quiet=options.quiet))
+    if not options.quiet:
+        before, after = ("none" if mean is None else f"{mean:.4f}" for mean in (found.before, found.after))
+        print(f"{found.answers} answers of {found.steps} steps: mean score {before} -> {after}")
+        print(f"run: {found.path}")
+        print(f"train on it with: rolecall rl --from {quote(str(found.path))}")
+    if found.failed:
+        print(f"{found.failed} of {found.answers} rewards failed", file=sys.stderr)
+
+
+def report(options: ReportOptions) -> None:
+    """Where the page lies."""
+    from rolecall.jobs.report import report
+
+    made = report(options.run, out=options.out, png=options.png)
+    print(f"report: {made.path} ({made.path.stat().st_size / 1e3:,.0f} kB)")
+    if made.pictures:
+        print(f"curves: {len(made.pictures)} pictures in {made.path.parent / 'curves'}")
+
+
+def push(options: PushOptions) -> None:
+    """Where the folder and the model are."""
+    from rolecall.jobs.push import push
+
+    made = push(options.run, options.repo, private=options.private, out=options.out, dry_run=options.dry_run)
+    size = sum(file.stat().st_size for file in made.folder.iterdir())
+    print(f"folder: {made.folder} ({len(list(made.folder.iterdir())) - 1} files, {size / 1e6:,.1f} MB)")
+    print(f"model: {made.url}" if made.url else "nothing was uploaded; leave out --dry-run to do it")
+
+
+def conformance(options: ConformanceOptions) -> int:
+    """How the adapter did; 1 if something differs."""
+    from rolecall.conformance.run import DIFFERS, run_cases
+
+    with redirect_stdout(sys.stderr):  # libraries print while they are imported
+        found = run_cases(options.adapter)
+    if options.json:
+        print(json.dumps(asdict(found)))
+    else:
+        _show_cases(found)
+    return 1 if found.count(DIFFERS) else 0
+
+
+def _show_cases(found: Any) -> None:
+    from rolecall.conformance.run import DIFFERS, NOT_OFFERED, OUTCOMES
+
+    print(", ".join(f"{name} {version}" for name, version in found.versions.items()), end="\n\n")
+    sections = list(dict.fromkeys(result.section for result in found.results))
+    print(f"{'':12}", *(f"{outcome:>11}" for outcome in OUTCOMES))
+    for section in (*sections, None):
+        counts = (f"{found.count(outcome, section):11}" for outcome in OUTCOMES)
+        print(f"{section or 'all':12}", *counts)
+    for result in found.results:
+        if result.outcome == DIFFERS:
+            lines = [result.about, result.said, *([result.reason] if result.reason else [])]
+            print(f"\n{result.section}: {result.case} differs", indent("\n".join(lines), "  "), sep="\n")
+    if found.not_offered:
+        print(f"\n{NOT_OFFERED} at all: {', '.join(found.not_offered)}")
+    if found.idle_reasons:
+        print(f"\nREASONS that are not needed, since nothing differs: {', '.join(found.idle_reasons)}")

@@ -1,0 +1,211 @@
+"""Options of the commands that use models and runs instead of training."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from rolecall.config.agents import AgentOptions
+from rolecall.config.parts import ChatOptions, EngineOptions, LoadOptions, RewardProcessOptions
+from rolecall.config.sampling import Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelUseOptions:
+    """What every command says that samples from a model."""
+
+    model: str
+    """`tiny`, a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """How to draw tokens."""
+    policy: LoadOptions = field(default_factory=LoadOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(RewardProcessOptions, ModelUseOptions):
+    """How good a model is on held-out rows: accuracy, avg@k, pass@k, length, truncation, KL to another model."""
+
+    command: ClassVar[str] = "eval"
+    rows: str | None = None
+    """Prompts: a file, a saved dataset, or a task (its test split). If not given, or if they are those the run in `model` learned from, the ones it held out."""
+    env: str | None = None
+    """Play episodes of several turns in it, as in `rolecall rl`. If neither it nor rows are given, that of the run."""
+    agent: AgentOptions = field(default_factory=AgentOptions)
+    reward: tuple[str, ...] = ()
+    """Reward functions, or a reward model's run. If not given: the task's own, or that of the run in `model`."""
+    n: int = 256
+    """How many rows at most."""
+    samples: int = 1
+    """Answers per row for avg@k and pass@k; 1 is greedy only."""
+    against: str | None = None
+    """A model to measure the KL to, on the sampled answers (needs samples above 1)."""
+    template: bool | None = None
+    """Put prompts that are plain text into the chat template. Left out: if the run in `model` was trained on messages."""
+    chat: ChatOptions = field(default_factory=ChatOptions)
+    """Left out: those of the run in `model`."""
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    show: int = 0
+    """Print so many rows with their greedy answers."""
+    json: bool = False
+    """Print the numbers as one JSON object."""
+    seed: int = 0
+    """Seeds the sampled answers."""
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or self.samples < 1:
+            raise ValueError(f"n and samples must be at least 1, got {self.n} and {self.samples}")
+        if self.against is not None and self.samples < 2:
+            raise ValueError("the KL to another model is measured on sampled answers: give samples above 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(ModelUseOptions):
+    """Answers from a model, whole or token by token."""
+
+    command: ClassVar[str] = "generate"
+    prompts: tuple[str | list[dict[str, Any]], ...] = field(default=(), metadata={"flag": "prompt"})
+    """What to answer; repeat the flag for several. In a file or from Python a prompt may be a list of messages."""
+    prompts_file: str | None = None
+    """More prompts: a .txt file with one in each line, or a .jsonl file whose rows have `prompt` or `messages`,
+    and `tools` if they bring any."""
+    n: int = field(default=1, metadata={"known_as": ("num_generations", "num_return_sequences", "num_samples")})
+    """Answers to each prompt."""
+    seed: int = 0
+    """The same seed draws the same answers."""
+    chat: bool | None = None
+    """Put prompts into the model's chat template. Left out: if the run in `model` was trained on messages; of a model that
+    no run made, if it has a template."""
+    system: str | None = field(default=None, metadata={"known_as": ("system_prompt",)})
+    """A system message before each prompt. Left out: that of the run in `model`."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """What else to tell the chat template, such as `enable_thinking`."""
+    engine: Literal["auto", "native", "hf"] = "auto"
+    """What samples. native: quick, for Llama-family models. hf: any architecture. auto: native where it can."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The numbers to compute in."""
+    show: Literal["text", "tokens"] = "text"
+    """text: the answers. tokens: every token with its role and log-prob."""
+    json: bool = False
+    """Print one JSON object for each answer, with ids and log-probs."""
+
+    def __post_init__(self) -> None:
+        if not self.prompts and self.prompts_file is None:
+            raise ValueError("there is nothing to answer: give --prompt TEXT or --prompts_file FILE")
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1 answer, got {self.n}")
+        for i, prompt in enumerate(self.prompts):
+            if not prompt:
+                raise ValueError(f"prompt {i} is empty: write something to go on from")
+        if self.chat is False and self.system is not None:
+            raise ValueError("a system message needs the chat template: leave out --no-chat, or put it into the prompt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayOptions(ModelUseOptions):
+    """Episodes of several turns, as a conversation or token by token."""
+
+    command: ClassVar[str] = "play"
+    env: str
+    """The environment: calculator, guessing, kuhn, file.py:Class, gym:ID."""
+    rows: str | None = None
+    """What it starts from; left out, the environment's own held-out rows, or seeds."""
+    n: int = 1
+    """How many rows to play, once each."""
+    seed: int = 0
+    """The same seed plays the same episodes."""
+    show: Literal["text", "tokens"] = "text"
+    """text: who said what. tokens: every token with its author, role and log-prob."""
+    json: bool = False
+    """Print one JSON object for each player of each episode."""
+    chat: ChatOptions = field(default_factory=ChatOptions)
+    agent: AgentOptions = field(default_factory=AgentOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1 episode, got {self.n}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RescoreOptions(RewardProcessOptions):
+    """Apply another reward to the answers a run has stored: `rolecall rescore runs/x --reward f`. Nothing is sampled, and
+    the run stays as it is; what comes out is a new one, for `rolecall rl --from`."""
+
+    command: ClassVar[str] = "rescore"
+    run: str = field(metadata={"bare": True})
+    """The run whose rollouts are scored anew."""
+    reward: tuple[str, ...] = ()
+    """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its own."""
+    reward_weights: tuple[float, ...] | None = None
+    """One weight per reward; 1 each if not given."""
+    rows: str | None = None
+    """The rows that the run answered, for the columns that rewards ask for; those it names itself if not given."""
+    out: str | None = None
+    """Where the new run goes; beside the old one, as NAME-rescored-NUMBER, if not given. Nothing is ever overwritten."""
+    quiet: bool = False
+    """Say nothing while running."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """A page to look at a run: what ran, before and after, curves, and some answers token by token."""
+
+    command: ClassVar[str] = "report"
+    run: str = field(metadata={"bare": True})
+    """The directory of a run or of a demo; one that still goes on is shown as far as it is."""
+    out: str | None = None
+    """The file to write; report.html in the run's directory if not given."""
+    png: bool = False
+    """Also write each curve as a picture into `curves/` beside the page (needs `rolecall[plot]`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushOptions:
+    """Upload a run's model to the Hugging Face hub, with a model card made from the run and its report."""
+
+    command: ClassVar[str] = "push"
+    run: str = field(metadata={"bare": True})
+    """The directory of a run of sft, rm, rl, dpo or expert-iteration that has ended."""
+    repo: str = field(metadata={"bare": True})
+    """Where it goes: a hub id such as me/my-model; it is made if it is not there."""
+    private: bool = True
+    """Make a new repository private; the report shows prompts and answers of the run. --no-private makes it public."""
+    out: str | None = None
+    """The folder to write before uploading; `push` in the run's directory if not given."""
+    dry_run: bool = False
+    """Write the folder, say where, and upload nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """SFT, a reward model, PPO and GRPO on the built-in model, in a few minutes on a laptop."""
+
+    command: ClassVar[str] = "demo"
+    out: str | None = None
+    """The directory for the four runs; runs/demo-NUMBER if not given."""
+    quick: bool = False
+    """Fewer steps and held-out problems, for about a minute; the models learn less."""
+    seed: int = 0
+    """Seeds everything."""
+    quiet: bool = False
+    """Only the table at the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConformanceOptions:
+    """Run the conformance cases against a library's own functions: masks, aggregation, returns, advantages, KL, losses.
+
+    The exit code is 1 if something differs.
+    """
+
+    command: ClassVar[str] = "conformance"
+    adapter: str = field(metadata={"bare": True})
+    """A Python file with functions of the library (docs/conformance.md says which), or one that ships: rolecall, trl,
+    verl, openrlhf."""
+    json: bool = False
+    """Print every case as JSON instead of a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvOptions:
+    """Versions and hardware, to paste into a bug report."""
+
+    command: ClassVar[str] = "env"
