@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import sys
 
 gc.disable()  # until everything is imported
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -34,6 +35,15 @@ def pytest_collection_finish(session):
 def own_log_level():
     """What an earlier test, or a command it ran, has set does not hide messages from this one."""
     logging.getLogger("rolecall").setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def own_precision():
+    """Accelerate keeps a run's precision for the whole process: the next test has none."""
+    yield
+    state = sys.modules.get("accelerate.state")
+    if state is not None and state.AcceleratorState._shared_state.get("_mixed_precision", "no") != "no":
+        state.AcceleratorState._reset_state()
 
 
 @pytest.fixture

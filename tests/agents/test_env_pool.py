@@ -133,8 +133,7 @@ def test_a_file_that_does_not_load_is_said_at_the_start(tmp_path):
 def test_environments_of_earlier_episodes_are_let_go():
     with pool("Counted") as envs:
         said = [
-            [reply.messages["agent"][0]["content"] for reply in envs.start(dict.fromkeys(range(n), start)).values()]
-            for start in [Start(row={}, seed=0)]
+            [r.messages["agent"][0]["content"] for r in envs.ask("start", dict.fromkeys(range(n), ({}, 0))).values()]
             for n in (3, 1)
         ]
     assert said == [["1 held", "2 held", "3 held"], ["1 held"]]
@@ -142,8 +141,8 @@ def test_environments_of_earlier_episodes_are_let_go():
 
 def test_an_episode_goes_on_in_the_environment_it_began_in():
     with pool("Counted") as envs:
-        envs.start({0: Start(row={}, seed=0)})
-        replies = [envs.step({0: {"role": "assistant", "content": "a"}})[0] for _ in range(3)]
+        envs.ask("start", {0: ({}, 0)})
+        replies = [envs.ask("step", {0: {"role": "assistant", "content": "a"}})[0] for _ in range(3)]
     assert [reply.messages["agent"][0]["content"] for reply in replies] == ["1 made"] * 3
 
 

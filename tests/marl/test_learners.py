@@ -124,7 +124,8 @@ def test_an_absent_agent_gets_no_gradient_and_adds_nothing(algo):
 
 def test_a_fresh_mixture_is_the_sum_and_its_parts_differ():
     mixer = MonotonicMixer(3, 5, embed=4, hidden=6, seed=0)
-    values, state = torch.rand(40, 3), 10 * torch.randn(40, 5)
+    draw = torch.Generator().manual_seed(0)
+    values, state = torch.rand(40, 3, generator=draw), 10 * torch.randn(40, 5, generator=draw)
     torch.testing.assert_close(mixer(values, state), values.sum(1))
     optimiser = torch.optim.Adam(mixer.parameters(), lr=1e-2)
     for _ in range(3):

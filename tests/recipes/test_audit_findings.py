@@ -32,7 +32,7 @@ class Judge:
     """Scores what `judge(text, row, call)` says: a number, None, or why it failed. A call scores many answers."""
 
     names = ("right",)
-    worker_pids = ()
+    pids = ()
 
     def __init__(self, judge):
         self.judge, self.calls = judge, 0
@@ -52,7 +52,7 @@ class Judge:
 class Opinion(Judge):
     """As a reward model is one: not made of functions."""
 
-    worker_pids = property(lambda self: (_ for _ in ()).throw(AttributeError))
+    pids = property(lambda self: (_ for _ in ()).throw(AttributeError))
 
 
 def exactly(text, row, call):

@@ -322,12 +322,14 @@ def test_ranks_share_the_replacements():
     """Two ranks in step: together they take each row once, and each fills its own half."""
     from test_algorithms import in_step
 
+    from rolecall.train.ranks import Ranks
+
     useful = lambda n: n % 3 == 0
     both = [dynamic(useful), dynamic(useful)]
 
     def rank(i, all_sum):
         collector = both[i].collector
-        collector.rank, collector.ranks, collector.all_sum = i, 2, all_sum
+        collector.ranks = Ranks(number=i, count=2, all_sum=all_sum)
         seen = []
         inner = collector.engine.stream
         collector.engine.stream = lambda requests: seen.extend(requests) or inner(requests)

@@ -421,7 +421,9 @@ def test_the_engine_is_released_while_the_policy_trains():
 
 
 def test_advantage_and_loss_of_the_users_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(rl, "open_reward", lambda *args, **kwargs: Plain(count_a))  # a pool takes seconds to start
+    monkeypatch.setattr(
+        rl, "open_training_reward", lambda *args, **kwargs: Plain(count_a)
+    )  # a pool takes seconds to start
     seen = []
 
     def advantage(batch):

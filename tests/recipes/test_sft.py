@@ -102,7 +102,7 @@ def test_the_learning_rate_warms_up_and_falls():
 
 def test_a_text_trains_but_for_its_first_character():
     sft, _ = learner([{"text": "abc"}])
-    (only,) = sft.demonstrations
+    (only,) = sft.rows
     assert [Role(role).name for role in only.roles] == ["PROMPT", "CONTENT", "CONTENT", "STOP"]
 
 

@@ -275,7 +275,7 @@ def _looks_away(setup: Setup, known: Sequence[Probe]) -> Finding | None:
 
 def made_of_functions(setup: Setup) -> bool:
     """True if the reward is made of functions. A reward model's preference for an answer is only an opinion."""
-    return hasattr(setup.reward, "worker_pids")
+    return hasattr(setup.reward, "pids")
 
 
 def _row_of(setup: Setup, p: Probe) -> str:
