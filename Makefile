@@ -71,7 +71,7 @@ format: $(STAMPS)/dev  ## put the code into its form
 demo: $(STAMPS)/dev  ## SFT, a reward model, PPO and GRPO on the built-in model
 	$(BIN)/rolecall demo
 
-bench: $(STAMPS)/dev  ## docs/performance.md anew, against TRL, transformers and vLLM; then the smaller benchmarks
+bench: $(STAMPS)/dev  ## rebuild docs/performance.md, against TRL, transformers and vLLM; then the smaller benchmarks
 	$(BIN)/python benchmarks/performance.py
 	$(BIN)/python benchmarks/front_door.py
 	$(BIN)/python benchmarks/gae.py
@@ -79,13 +79,13 @@ bench: $(STAMPS)/dev  ## docs/performance.md anew, against TRL, transformers and
 	$(BIN)/python benchmarks/marl.py
 	$(BIN)/python benchmarks/store.py
 
-results-quick: $(STAMPS)/dev  ## docs/results.md anew from one seed
+results-quick: $(STAMPS)/dev  ## rebuild docs/results.md from one seed
 	$(BIN)/python benchmarks/results.py --quick
 
-results: $(STAMPS)/dev  ## docs/results.md anew from three seeds; goes on where it stopped
+results: $(STAMPS)/dev  ## rebuild docs/results.md from three seeds; continues where it stopped
 	$(BIN)/python benchmarks/results.py
 
-docs: $(STAMPS)/dev  ## write the page of options anew from their docstrings
+docs: $(STAMPS)/dev  ## rebuild the page of options from their docstrings
 	$(BIN)/python -m rolecall.config.docs
 
 docs-site: $(STAMPS)/site  ## the documentation as a site in site/, links checked

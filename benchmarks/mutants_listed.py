@@ -112,15 +112,15 @@ MUTANTS = [
     Mutant(
         "PPO whitens advantages over eligible positions",
         "recipes/algorithms.py",
-        "return whiten(raw, trained(batch), knobs), returns",
-        "return whiten(raw, walked, knobs), returns",
+        "return whiten(raw, trained(batch), coefficients), returns",
+        "return whiten(raw, walked, coefficients), returns",
         (f"{REFERENCE}::test_a_step_of_ppo_with_tokens_blacked_out_and_rewards_whitened",),
     ),
     Mutant(
         "GAE walks trained positions",
         "recipes/algorithms.py",
-        "gae(rewards, need(batch.values), walked,",
-        "gae(rewards, need(batch.values), trained(batch),",
+        "rewards, required(batch.values), walked, gamma",
+        "rewards, required(batch.values), trained(batch), gamma",
         (f"{REFERENCE}::test_a_step_of_ppo_with_tokens_blacked_out_and_rewards_whitened",),
     ),
     Mutant(

@@ -83,9 +83,18 @@ CALLS = [
     ([*RL, "--rows", "sums.jsonl", "--reward", "broken.py:f"], "SyntaxError"),
     ([*RL, "--rows", "sums.jsonl", "--reward", "lost.py:f"], "No module named 'no_such_module_anywhere'"),
     ([*RL, "--rows", "sums.jsonl", "--reward", "rewards.py:unknown_signature"], "has the parameters (x, y)"),
-    ([*RL, "--rows", "sums.jsonl", "--reward", "rewards.py:levelled"], "asks for `level`, which is no column"),
-    ([*RL, "--rows", "sums.jsonl", "--reward", "rewards.py:one_levelled"], "asks for `level`, which is no column"),
-    ([*RL, "--rows", "bare.jsonl", "--reward", "rewards.py:right"], "asks for `answer`, which is no column"),
+    (
+        [*RL, "--rows", "sums.jsonl", "--reward", "rewards.py:levelled"],
+        "asks for `level`, but the rows have no such column",
+    ),
+    (
+        [*RL, "--rows", "sums.jsonl", "--reward", "rewards.py:one_levelled"],
+        "asks for `level`, but the rows have no such column",
+    ),
+    (
+        [*RL, "--rows", "bare.jsonl", "--reward", "rewards.py:right"],
+        "asks for `answer`, but the rows have no such column",
+    ),
     ([*RL, "--rows", "bare.jsonl", "--reward", "exact"], "reward `exact` compares with the row's answer"),
     ([*RL, "--rows", "bare.jsonl", "--reward", "rewards.py:compute_score"], "compares with the row's answer"),
     ([*RL, "--rows", "sums.jsonl", "--reward", "exact", "--reward_weights", "1,2"], "need as many weights"),
@@ -139,7 +148,7 @@ def test_a_run_that_is_there_is_left_alone_without_overwrite(capfd):
     before = contents("runs")
     assert main([*SFT, "--out", "runs/first"]) == 2
     assert capfd.readouterr().err == (
-        "rolecall sft: runs/first is not empty; give --resume to go on with it, --overwrite to remove it, or another --out\n"
+        "rolecall sft: runs/first is not empty; give --resume to continue it, --overwrite to remove it, or another --out\n"
     )
     # A mistake elsewhere in the call removes nothing either.
     assert main(["sft", "--rows", "nosuch.jsonl", "--out", "runs/first", "--overwrite"]) == 2

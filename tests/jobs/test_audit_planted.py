@@ -288,7 +288,7 @@ def test_a_reward_that_does_not_apply(tiny_model):
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
-        (rewards.needs_level, "reward `needs_level` asks for `level`, which is no column of the rows (answer)"),
+        (rewards.needs_level, "reward `needs_level` asks for `level`, but the rows have no such column (answer)"),
         (rewards.too_few, "reward `too_few` returned 1 rewards for 64 answers"),
     ],
 )

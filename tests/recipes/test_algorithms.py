@@ -11,7 +11,7 @@ from rolecall.config.rl import AlgorithmOptions, RLOptions
 from rolecall.maths import advantages as adv
 from rolecall.policy.load import load
 from rolecall.policy.model import Outputs
-from rolecall.recipes.algorithms import ADVANTAGES, Knobs, algorithm_of, need
+from rolecall.recipes.algorithms import ADVANTAGES, Coefficients, algorithm_of, required
 from rolecall.train.data import RowOrder
 from rolecall.train.step import trained
 
@@ -104,9 +104,11 @@ def test_statistics_of_the_batch_are_over_all_ranks():
         AlgorithmOptions(scale="batch"),
         AlgorithmOptions(name="ppo", critic="shared", whiten_rewards=True),
     ):
-        expected = algorithm_of(options, Knobs(max_new_tokens=4)).advantage(whole)
+        expected = algorithm_of(options, Coefficients(max_new_tokens=4)).advantage(whole)
         first = in_step(
-            lambda i, all_sum, o=options: algorithm_of(o, Knobs(max_new_tokens=4, all_sum=all_sum)).advantage(halves[i])
+            lambda i, all_sum, o=options: algorithm_of(o, Coefficients(max_new_tokens=4, all_sum=all_sum)).advantage(
+                halves[i]
+            )
         )
         for whole_part, parts in zip(_tuple(expected), zip(*map(_tuple, first), strict=True), strict=True):
             torch.testing.assert_close(torch.cat(parts), whole_part, rtol=1e-5, atol=1e-5)
@@ -143,14 +145,14 @@ def test_the_norm_is_the_longest_answer_unless_given():
     zeros = torch.zeros(batch.ids.shape)
     for norm, expected in ((None, 4.0), (7.0, 7.0)):
         options = AlgorithmOptions(aggregate="seq-mean-token-sum-norm", norm=norm)
-        loss = algorithm_of(options, Knobs(max_new_tokens=4)).loss
+        loss = algorithm_of(options, Coefficients(max_new_tokens=4)).loss
         assert loss(Outputs(zeros, zeros, None), batch)["policy"].norm == expected
 
 
 def test_a_term_that_needs_what_was_not_computed_says_so():
     batch = scripted(small()).collect(0).batch
     zeros = torch.zeros(batch.ids.shape)
-    loss = algorithm_of(AlgorithmOptions(kl_coef=0.1), Knobs(max_new_tokens=4, kl_coef=0.1)).loss
+    loss = algorithm_of(AlgorithmOptions(kl_coef=0.1), Coefficients(max_new_tokens=4, kl_coef=0.1)).loss
     with pytest.raises(ValueError, match="not computed"):
         loss(Outputs(zeros, zeros, None), batch)
 
@@ -159,9 +161,11 @@ def test_what_is_optimised_is_what_the_options_name():
     batch = scripted(small("ppo", **{"samples": 4, "algorithm.entropy_coef": 0.3})).collect(0).batch
     zeros = torch.zeros(batch.ids.shape)
     options = AlgorithmOptions(name="ppo", critic="shared", entropy_coef=0.3, vf_coef=0.2)
-    terms = algorithm_of(options, Knobs(max_new_tokens=4, entropy_coef=0.3)).loss(Outputs(zeros, zeros, zeros), batch)
+    terms = algorithm_of(options, Coefficients(max_new_tokens=4, entropy_coef=0.3)).loss(
+        Outputs(zeros, zeros, zeros), batch
+    )
     assert {name: term.coef for name, term in terms.items()} == {"policy": 1.0, "value": 0.2, "entropy": -0.3}
-    assert need(batch.returns).shape == batch.ids.shape
+    assert required(batch.returns).shape == batch.ids.shape
 
 
 @pytest.mark.parametrize(

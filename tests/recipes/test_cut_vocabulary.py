@@ -21,7 +21,7 @@ from rolecall.maths.kl import kl_estimate
 from rolecall.maths.roles import Role, TrainRule
 from rolecall.policy.load import make_trainable
 from rolecall.policy.model import PolicyModel
-from rolecall.recipes.algorithms import Knobs, algorithm_of
+from rolecall.recipes.algorithms import Coefficients, algorithm_of
 from rolecall.recipes.guard import Guard
 from rolecall.recipes.records import Records
 from rolecall.rollout.sampler import support
@@ -131,7 +131,7 @@ def step_gradient(model, batch, sampling, *, loss, token_budget=10_000):
     wrapped, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.0))
     updater = Updater(accelerator, wrapped, optimizer, token_budget=token_budget, max_grad_norm=None)
     options = AlgorithmOptions(name="reinforce", baseline="none", loss=loss, aggregate="token-sum")
-    updater.step(batch, algorithm_of(options, Knobs(max_new_tokens=4)).loss, temperature=sampling.temperature)
+    updater.step(batch, algorithm_of(options, Coefficients(max_new_tokens=4)).loss, temperature=sampling.temperature)
     return -torch.cat([p.grad.flatten() for p in module.parameters()])
 
 

@@ -15,7 +15,7 @@ from rolecall.experience.joined import Joined
 from rolecall.maths.reduce import MODES, aggregate, denominator_of, position_weights, sequence_lengths
 from rolecall.maths.roles import Role, TrainRule, Verdict
 from rolecall.maths.shaping import shape_rewards
-from rolecall.recipes.algorithms import Knobs, algorithm_of
+from rolecall.recipes.algorithms import Coefficients, algorithm_of
 from rolecall.recipes.collect import Collected
 from rolecall.rewards.records import Scored
 from rolecall.types import Finish, Trajectory
@@ -77,7 +77,7 @@ def advantages_of(trajectories, scores, numbers, algorithm):
     """The advantages at eligible positions, in the order of the episodes."""
     joined, batch = with_numbers(trajectories, scores, numbers, algorithm)
     whole = joined.batch(batch)
-    made = algorithm_of(algorithm, Knobs(max_new_tokens=4, kl_coef=algorithm.kl_coef)).advantage(whole)
+    made = algorithm_of(algorithm, Coefficients(max_new_tokens=4, kl_coef=algorithm.kl_coef)).advantage(whole)
     made = made[0] if isinstance(made, tuple) else made
     made = made[:, None].expand(whole.ids.shape) if made.dim() == 1 else made
     return made[TrainRule().eligible(whole.roles)]

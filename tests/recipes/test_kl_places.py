@@ -17,7 +17,7 @@ from rolecall.maths.kl import KINDS, exact_kl, kl_estimate
 from rolecall.maths.roles import Role, TrainRule
 from rolecall.maths.shaping import shape_rewards
 from rolecall.policy.model import Outputs
-from rolecall.recipes.algorithms import Knobs, algorithm_of
+from rolecall.recipes.algorithms import Coefficients, algorithm_of
 from rolecall.types import Batch
 
 ALL = (*KINDS, "exact")
@@ -86,7 +86,7 @@ class Enumerated:
             ref_logprobs=self.ref,
             rewards=shape_rewards(zero, in_reward, rule.eligible(self.roles), kl_coef=1.0),
         )
-        algorithm = algorithm_of(o, Knobs(max_new_tokens=4, kl_coef=1.0))
+        algorithm = algorithm_of(o, Coefficients(max_new_tokens=4, kl_coef=1.0))
         advantages = algorithm.advantage(batch)[:, None].expand_as(self.logprobs)
         batch = dataclasses.replace(batch, advantages=advantages)
         terms = algorithm.loss(Outputs(self.logprobs, torch.zeros_like(self.logprobs), None, kl=self.kl), batch)

@@ -11,7 +11,7 @@ from rolecall.config.rl import AlgorithmOptions, RLOptions
 from rolecall.maths.reduce import aggregate
 from rolecall.maths.roles import Verdict
 from rolecall.policy.model import Outputs
-from rolecall.recipes.algorithms import Knobs, algorithm_of, clipped
+from rolecall.recipes.algorithms import Coefficients, algorithm_of, clipped
 from rolecall.train.data import RowOrder
 from rolecall.train.step import trained
 
@@ -157,7 +157,7 @@ def test_the_policy_loss_of_every_preset_is_its_formula(preset):
         for i, a in enumerate([batch.advantages[i][mask[i]].tolist() for i in range(8)])
     ]
     zeros = torch.zeros(batch.ids.shape)
-    terms = algorithm_of(o, Knobs(max_new_tokens=4)).loss(Outputs(new, zeros, zeros), batch)
+    terms = algorithm_of(o, Coefficients(max_new_tokens=4)).loss(Outputs(new, zeros, zeros), batch)
     term = terms["policy"]
     found = aggregate(term.values, term.mask, mode=term.mode, norm=term.norm)
     assert float(found) == pytest.approx(added_up(rows, o.aggregate, 4), rel=1e-4, abs=1e-6)
@@ -174,7 +174,7 @@ def test_gradients_of_the_policy_loss_are_those_of_finite_differences(preset):
     new = old + 0.5 * torch.randn(batch.ids.shape, generator=generator, dtype=torch.float64)
     batch = dataclasses.replace(batch, old_logprobs=old, advantages=batch.advantages.double())
     zeros = torch.zeros(batch.ids.shape, dtype=torch.float64)
-    loss = algorithm_of(o, Knobs(max_new_tokens=4)).loss
+    loss = algorithm_of(o, Coefficients(max_new_tokens=4)).loss
 
     def total(logprobs):
         term = loss(Outputs(logprobs, zeros, zeros), batch)["policy"]

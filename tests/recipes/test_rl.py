@@ -12,7 +12,7 @@ import rolecall
 from rolecall.jobs import rl
 from rolecall.maths.roles import Role, Verdict
 from rolecall.policy.model import Outputs, PolicyModel
-from rolecall.recipes.algorithms import need
+from rolecall.recipes.algorithms import required
 from rolecall.recipes.prepare import Preparer
 from rolecall.recipes.rl import engine_weights
 from rolecall.rollout.scripted import ScriptedEngine
@@ -220,11 +220,11 @@ def test_kl_in_the_reward_reaches_advantages_and_kl_in_the_loss_is_a_term():
                     p.mul_(1.5)  # away from the reference
         first, second = in_reward.collect(0), in_loss.collect(0)
         eligible = in_reward.rule.eligible(first.batch.roles)
-        expected = need(first.batch.scores) - 0.5 * torch.where(eligible, first.kl, 0).sum(dim=1)
-        torch.testing.assert_close(need(first.batch.rewards).sum(dim=1), expected.float())
-        torch.testing.assert_close(need(second.batch.rewards).sum(dim=1), need(second.batch.scores).float())
+        expected = required(first.batch.scores) - 0.5 * torch.where(eligible, first.kl, 0).sum(dim=1)
+        torch.testing.assert_close(required(first.batch.rewards).sum(dim=1), expected.float())
+        torch.testing.assert_close(required(second.batch.rewards).sum(dim=1), required(second.batch.scores).float())
         assert first.kl.abs().max() > 0.01
-        assert not torch.allclose(need(first.batch.advantages), need(second.batch.advantages)), name
+        assert not torch.allclose(required(first.batch.advantages), required(second.batch.advantages)), name
         with_term = in_loss.update(second)[0].result.terms
         assert "kl" in with_term
         assert "kl" not in in_reward.update(first)[0].result.terms
@@ -428,11 +428,11 @@ def test_advantage_and_loss_of_the_users_own(tmp_path, monkeypatch):
 
     def advantage(batch):
         seen.append("advantage")
-        return need(batch.scores) * 10 + 1
+        return required(batch.scores) * 10 + 1
 
     def loss(out, batch):
         seen.append("loss")
-        values = -out.logprobs * need(batch.advantages)
+        values = -out.logprobs * required(batch.advantages)
         return {"mine": Term(values=values, mask=trained(batch), mode="token-mean")}
 
     run = rolecall.rl(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rolecall.config.rl import AlgorithmOptions
 from rolecall.maths.roles import Role, TrainRule
 from rolecall.maths.shaping import shape_rewards
-from rolecall.recipes.algorithms import Knobs, algorithm_of
+from rolecall.recipes.algorithms import Coefficients, algorithm_of
 from rolecall.train.step import trained
 from rolecall.types import Batch
 
@@ -41,7 +41,7 @@ def batch_of(roles, blackout, scores, *, kl=None, values=None, failed=None):
 
 def ppo(batch, **more):
     options = AlgorithmOptions(**{"name": "ppo", "critic": "shared", "whiten_rewards": True, **more})
-    return algorithm_of(options, Knobs(max_new_tokens=4)).advantage(batch)
+    return algorithm_of(options, Coefficients(max_new_tokens=4)).advantage(batch)
 
 
 def moments_of(numbers):
@@ -136,7 +136,7 @@ def test_reinforce_pp_against_loops(drawn, gamma):
     """Returns reach the tokens that train over those that do not, and are whitened over the former alone."""
     batch = batch_of(**drawn)
     options = AlgorithmOptions(name="reinforce++", gamma=gamma)
-    advantages = algorithm_of(options, Knobs(max_new_tokens=4)).advantage(batch)
+    advantages = algorithm_of(options, Coefficients(max_new_tokens=4)).advantage(batch)
     learns, found = trained(batch).tolist(), {}
     for i, row in enumerate(batch.roles.tolist()):
         ahead = 0.0

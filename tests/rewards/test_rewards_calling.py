@@ -103,7 +103,7 @@ def test_metrics_are_averaged_over_calls_and_then_forgotten():
 
 
 def test_a_missing_column_is_named_at_once():
-    with pytest.raises(RewardError, match=r"reward `f` asks for `target`, which is no column of the rows \(answer\)"):
+    with pytest.raises(RewardError, match=r"reward `f` asks for `target`, but the rows have no such column \(answer\)"):
         score({"f": lambda completions, target: [0.0]}, Sample(prompt="q", completion="a", row={"answer": "1"}))
 
 

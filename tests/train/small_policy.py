@@ -14,7 +14,7 @@ from rolecall.policy.heads import Critic, ScalarHead
 from rolecall.policy.load import make_trainable
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.tiny import tiny_tokenizer
-from rolecall.recipes.algorithms import Knobs, algorithm_of
+from rolecall.recipes.algorithms import Coefficients, algorithm_of
 from rolecall.train.step import Loss, Updater
 from rolecall.types import Batch, Trajectory
 
@@ -108,10 +108,10 @@ def scripted_batch(rows: int = 7, *, seed: int = 0) -> Batch:
     )
 
 
-def loss_of(options: AlgorithmOptions = GRPO, **knobs: float) -> Loss:
+def loss_of(options: AlgorithmOptions = GRPO, **coefficients: float) -> Loss:
     """The loss of an algorithm."""
-    numbers = {"kl_coef": options.kl_coef, "entropy_coef": options.entropy_coef, "max_new_tokens": 9, **knobs}
-    return algorithm_of(options, Knobs(**{"max_new_tokens": 4} | numbers)).loss
+    numbers = {"kl_coef": options.kl_coef, "entropy_coef": options.entropy_coef, "max_new_tokens": 9, **coefficients}
+    return algorithm_of(options, Coefficients(**{"max_new_tokens": 4} | numbers)).loss
 
 
 def gradient(module: torch.nn.Module) -> Tensor:

@@ -168,7 +168,7 @@ class Conversation:
     def shorten(self, *, limit: int, room: int) -> bool:
         """Drop the oldest turns so that `room` tokens fit within `limit`; False if even the last message does not.
 
-        Half of what the dropped and kept turns may take is left free, so that not every turn is cut anew.
+        Half of what the dropped and kept turns may take is left free, so that not every turn has to be cut again.
         """
         body = self._context
         starts = [i for i, message in enumerate(body) if message["role"] == "assistant"]

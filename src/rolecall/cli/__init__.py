@@ -114,7 +114,7 @@ def _run(command: Command, words: Sequence[str]) -> int:
 
 
 def _resolve(options: type, presets: Any, line: Any) -> Any:
-    """Preset < file < flags; under them, for a run to go on with, its own settings. A file may name its preset."""
+    """Preset < file < flags; under them, for a run that is resumed, its own settings. A file may name its preset."""
     from rolecall.config.files import read_settings
     from rolecall.config.merge import FLAGS, SAVED, preset_layer, resolve
     from rolecall.config.resume import saved_settings

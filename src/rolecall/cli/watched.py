@@ -66,7 +66,7 @@ def _code(code: int, limit: int) -> int:
     how = "the C library" if code > 0 else signal.Signals(-code).name
     print(
         f"rolecall: out of memory: ended by {how} with {limit / 2**30:.1f} GiB of address space (ulimit -v); raise the "
-        "limit, and go on with --resume if there is a checkpoint",
+        "limit, and resume with --resume if there is a checkpoint",
         file=sys.stderr,
         flush=True,
     )

@@ -19,7 +19,7 @@ class AuditOptions(RLOptions):
     out: str | None = None
     """Not written to. With resume: the run whose settings are audited."""
     resume: bool = False
-    """Audit the settings of the run in `out`; what is given anew is changed."""
+    """Audit the settings of the run in `out`; options given here override them."""
     overwrite: bool = False
     """Replace the page that `html` names. No run is removed."""
     quiet: bool = False

@@ -18,7 +18,7 @@ class ReplayOptions:
     """Which groups are taken: the newest, the best, those whose scores differ most, by how many answers were right, by
     version less uses, or any."""
     answers: int | None = None
-    """Take so many answers of a group: the best, those that differ most, or the surest, as the sampler goes; None: all."""
+    """How many answers of a group to take: the best, the most different or the surest, as the sampler goes. None: all."""
     size: int = 256
     """Groups that are held; the oldest make room."""
     max_staleness: int = 10
@@ -32,7 +32,7 @@ class ReplayOptions:
     solved_at: float = 1.0
     """The score from which an answer is solved."""
     version_decay: float = 2.0
-    """version_decay: so many versions does a use count."""
+    """version_decay: versions of age that each use counts as."""
     coef: float = 1.0
     """What the loss of replayed positions is multiplied by."""
     clip_low: float = 0.2

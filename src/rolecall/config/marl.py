@@ -29,7 +29,7 @@ class QOptions:
     """iql, vdn and qmix: Q-learning from a buffer of episodes."""
 
     gamma: float = 0.9
-    """Discount per step. Among noisy values a small one tells near from far."""
+    """Discount per step. Use a smaller value when estimates are noisy."""
     lam: float = 0.5
     """Lambda of TD(lambda) targets; 0 is the one-step target."""
     double: bool = True
@@ -84,7 +84,7 @@ class QOptions:
             raise ValueError(f"q.epsilon_spread lies between 0 and 1, got {self.epsilon_spread}")
 
     def epsilon(self, env_steps: int) -> float:
-        """The share of random choices after so many environment steps."""
+        """The share of random choices after this many environment steps."""
         done = min(1.0, env_steps / max(1, self.epsilon_steps))
         return self.epsilon_start + done * (self.epsilon_end - self.epsilon_start)
 
@@ -226,7 +226,7 @@ class MARLOptions(RunOptions):
     limit: int | None = None
     """Steps after which an episode is cut off; the environment's own limit if not given."""
     workers: int = 0
-    """Play in so many other processes, for slow environments; 0: in this one."""
+    """Processes to play in, for slow environments; 0: this one."""
     deadline: float = 60.0
     """With workers: seconds an environment may take for a step before it is ended and its episode discarded."""
     network: bool = False

@@ -16,9 +16,9 @@ class RunOptions:
     out: str | None = None
     """The run's directory; runs/COMMAND-NUMBER if not given."""
     resume: bool = False
-    """Go on with the run in `out` from its last checkpoint, with the settings it has; what is given anew is changed."""
+    """Continue the run in `out` from its last checkpoint, with its settings; options given here override them."""
     extend: int = 0
-    """With resume: so many steps more (`--steps +500` is the same)."""
+    """With resume: how many steps to add (`--steps +500` is the same)."""
     strict: bool = False
     """With resume: a damaged checkpoint is an error, instead of a warning and the checkpoint before it."""
     overwrite: bool = False

@@ -102,10 +102,10 @@ class AlgorithmOptions:
     missing_stop_penalty: float = 0.0
     """Subtracted from the score of an answer that did not end itself."""
     overlong_buffer: float | None = None
-    """Soft length limit: the penalty grows from 0 to 1 over the last so many tokens before max_new_tokens; below 1 it is
+    """Soft length limit: the penalty grows from 0 to 1 over this many tokens before max_new_tokens; below 1 it is
     a share of max_new_tokens."""
     resample: int = 0
-    """Dynamic sampling: put other prompts in the place of groups whose answers all score the same, in at most so many
+    """Dynamic sampling: replace groups whose answers all score the same by other prompts, in at most this many
     rounds of sampling per step; 0 is off."""
 
     def __post_init__(self) -> None:

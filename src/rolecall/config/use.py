@@ -43,7 +43,7 @@ class EvalOptions(RewardProcessOptions, ModelUseOptions):
     """Left out: those of the run in `model`."""
     engine: EngineOptions = field(default_factory=EngineOptions)
     show: int = 0
-    """Print so many rows with their greedy answers."""
+    """How many rows to print with their greedy answers."""
     json: bool = False
     """Print the numbers as one JSON object."""
     seed: int = 0
@@ -131,7 +131,7 @@ class RescoreOptions(RewardProcessOptions):
 
     command: ClassVar[str] = "rescore"
     run: str = field(metadata={"bare": True})
-    """The run whose rollouts are scored anew."""
+    """The run whose rollouts are scored again."""
     reward: tuple[str, ...] = ()
     """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its own."""
     reward_weights: tuple[float, ...] | None = None

@@ -1,7 +1,7 @@
 """A buffer of groups to train on again, with limits on age, uses and size that are never exceeded.
 
 It holds what the behaviour left behind (tokens, roles, log-probs, version, rewards by part) and where that stands in the
-rollouts files; advantages are made anew each time. Sampling never waits: what cannot be found is said, not sought.
+rollouts files; advantages are computed again each time. Sampling never waits: what cannot be found is said, not sought.
 """
 
 from collections.abc import Callable, Mapping, Sequence

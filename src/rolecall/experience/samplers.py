@@ -1,6 +1,6 @@
 """Which groups, and which of their answers, are replayed: functions of what is known of them.
 
-A sampler takes the groups that may be used and says in which order they are; the first so many are taken. `rng` is the
+A sampler takes the groups that may be used and says in which order they are; as many as are wanted are taken from the front. `rng` is the
 only source of chance, and ties go to the group that was added last.
 """
 

@@ -307,7 +307,7 @@ def _check_same(trajectories: Sequence[Trajectory], batch: Batch, tokens: Mappin
         raise ValueError(f"the batch has {time} positions but a trajectory has {lengths.max()} tokens")
     inside = torch.arange(time) < torch.from_numpy(lengths)[:, None]
     fills = {"ids": 0, "roles": int(Role.PAD), "behaviour_logprobs": np.nan}
-    # What lies behind a row's end is free, except for the role, which says that it is the end.
+    # After a row's end anything may stand, except for the role, which says that it is the end.
     expected = {name: torch.from_numpy(rows.rectangle(time, fills[name])) for name, rows in tokens.items()}
     expected["groups"] = torch.tensor([t.group for t in trajectories])
     expected["policy_versions"] = torch.tensor([t.policy_version for t in trajectories])

@@ -37,7 +37,7 @@ _EPISODES = 4_000
 _TASK_PAIRS = 4096
 """Pairs drawn from a built-in task, if it has as many problems."""
 _CHECKED_ROWS = 20_000
-"""Prompts looked at before a run starts; of a longer table, the first so many."""
+"""Prompts looked at before a run starts; of a longer table, this many."""
 _SPARE_TOKENS = 16
 """More tokens than any tokenizer puts around a plain text of its own accord."""
 TASK_REWARD = "task"

@@ -68,7 +68,7 @@ def _checked(place: Path) -> RunFiles:
 
 
 def _write(held: RunFiles, folder: Path, repo: str) -> None:
-    """The folder anew. The weights are linked where the disk can, copied where it cannot."""
+    """Rebuild the folder. The weights are linked where the disk can, copied where it cannot."""
     if folder.exists():
         if not (folder / _OURS).is_file():
             raise UserError(f"{folder} is there already and was not written by push; give another folder with --out")

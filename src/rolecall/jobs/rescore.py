@@ -65,7 +65,7 @@ def rescore(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Rescored:
-    """Score stored answers anew: `rescore("runs/first", reward=my_reward)`, then `rl(from_run=...)`.
+    """Score stored answers again: `rescore("runs/first", reward=my_reward)`, then `rl(from_run=...)`.
 
     `reward` is a function, a name or a list of them; `rows` the rows that the run answered, if they came from Python.
     """

@@ -74,7 +74,7 @@ class Runner:
 
 
 class _Tape:
-    """Records a round, slot by slot, for all environments at once; what lies behind an episode's end is cleared last."""
+    """Records a round, slot by slot, for all environments at once; what follows an episode's end is cleared last."""
 
     def __init__(self, envs: Envs, rewards: Rewards) -> None:
         spec, count, slots = envs.spec, envs.count, envs.spec.limit + 1

@@ -207,7 +207,9 @@ def check_finite(model: torch.nn.Module, *, where: str) -> None:
     """Raise LoadError naming the first tensor that holds NaN or inf."""
     for key, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise LoadError(f"model {where!r}: tensor {key!r} holds NaN or inf; the weights are broken, get them anew")
+            raise LoadError(
+                f"model {where!r}: tensor {key!r} holds NaN or inf; the weights are broken, download them again"
+            )
 
 
 def check_directory(directory: Path) -> None:

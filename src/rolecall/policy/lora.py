@@ -188,7 +188,7 @@ def save_adapter(loaded: LoadedModel, directory: str | Path, *, base: str | None
 
 
 def check_installed() -> None:
-    """Raise unless peft is there, before a large model is read in vain."""
+    """Raise unless peft is there, before time is spent on reading a large model."""
     _peft()
 
 

@@ -3,7 +3,7 @@
     advantage(batch) -> [batch] or [batch, time], or a pair (advantages, returns) where there is a critic
     loss(outputs, batch) -> {term: Term}
 
-`AlgorithmOptions` holds the choices, `Knobs` the numbers that move while training. What an algorithm needs of the batch
+`AlgorithmOptions` holds the choices, `Coefficients` the numbers that move while training. What an algorithm needs of the batch
 (scores, rewards, values, old and reference log-probs) has been computed before it is asked. docs/algorithms has a page
 for each.
 """
@@ -29,7 +29,7 @@ Advantage = Callable[[Batch], Tensor | tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Knobs:
+class Coefficients:
     """Numbers that move while training."""
 
     max_new_tokens: int
@@ -57,68 +57,70 @@ class Algorithm:
 # -- advantages: how much better an answer, or a token of it, is than was to be expected ------------------------------
 
 
-def grpo(o: AlgorithmOptions, knobs: Knobs, batch: Batch) -> Tensor:
-    """Shao et al. 2024: an answer is as good as it is better than the mean of its group, in units of a deviation."""
-    scores, include = worth(o, batch), scored(batch)
+def grpo(o: AlgorithmOptions, coefficients: Coefficients, batch: Batch) -> Tensor:
+    """Shao et al. 2024: score minus the group mean, in standard deviations."""
+    scores, include = effective_score(o, batch), scored(batch)
     if o.scale == "batch":
         centred = adv.grpo(scores, batch.groups, scale=None, include=include)
-        return centred / (spread(scores, include, knobs) + 1e-4)
+        return centred / (spread(scores, include, coefficients) + 1e-4)
     return adv.grpo(scores, batch.groups, scale=None if o.scale == "none" else o.scale, include=include)
 
 
-def rloo(o: AlgorithmOptions, knobs: Knobs, batch: Batch) -> Tensor:
-    """Ahmadian et al. 2024: than the mean of the *other* answers of its group."""
-    return adv.rloo(worth(o, batch), batch.groups, include=scored(batch))
+def rloo(o: AlgorithmOptions, coefficients: Coefficients, batch: Batch) -> Tensor:
+    """Ahmadian et al. 2024: score minus the mean of the *other* answers of its group."""
+    return adv.rloo(effective_score(o, batch), batch.groups, include=scored(batch))
 
 
-def opo(o: AlgorithmOptions, knobs: Knobs, batch: Batch) -> Tensor:
-    """Hao et al. 2025: than the mean of its group weighted by length."""
-    return adv.opo(worth(o, batch), trained(batch).sum(dim=1), batch.groups, include=scored(batch))
+def opo(o: AlgorithmOptions, coefficients: Coefficients, batch: Batch) -> Tensor:
+    """Hao et al. 2025: score minus the group mean weighted by length."""
+    return adv.opo(effective_score(o, batch), trained(batch).sum(dim=1), batch.groups, include=scored(batch))
 
 
-def remax(o: AlgorithmOptions, knobs: Knobs, batch: Batch) -> Tensor:
-    """Li et al. 2023: than the greedy answer to its prompt."""
-    greedy = need(batch.baselines)
-    return adv.remax(worth(o, batch), greedy, include=scored(batch) & ~greedy.isnan())
+def remax(o: AlgorithmOptions, coefficients: Coefficients, batch: Batch) -> Tensor:
+    """Li et al. 2023: score minus that of the greedy answer to its prompt."""
+    greedy = required(batch.baselines)
+    return adv.remax(effective_score(o, batch), greedy, include=scored(batch) & ~greedy.isnan())
 
 
-def reinforce(o: AlgorithmOptions, knobs: Knobs, batch: Batch) -> Tensor:
-    """Williams 1992: than a baseline."""
-    scores, include = worth(o, batch), scored(batch)
+def reinforce(o: AlgorithmOptions, coefficients: Coefficients, batch: Batch) -> Tensor:
+    """Williams 1992: score minus a baseline."""
+    scores, include = effective_score(o, batch), scored(batch)
     if o.baseline == "prompt":
         return adv.reinforce(scores, adv.group_mean(scores, batch.groups, include=include), include=include)
     if o.baseline == "mean":
-        return adv.reinforce(scores, float(moments(scores, include, knobs)[0]), include=include)
-    return adv.reinforce(scores, knobs.baseline if o.baseline == "ema" else 0.0, include=include)
+        return adv.reinforce(scores, float(moments(scores, include, coefficients)[0]), include=include)
+    return adv.reinforce(scores, coefficients.baseline if o.baseline == "ema" else 0.0, include=include)
 
 
-def reinforce_pp(o: AlgorithmOptions, knobs: Knobs, batch: Batch) -> Tensor:
+def reinforce_pp(o: AlgorithmOptions, coefficients: Coefficients, batch: Batch) -> Tensor:
     """Hu 2025: the rewards from a token on, whitened over all tokens of the batch."""
-    returns = discounted_returns(need(batch.rewards), steps(o, batch), gamma=o.gamma)
-    return whiten(returns, trained(batch), knobs)
+    returns = discounted_returns(required(batch.rewards), steps(o, batch), gamma=o.gamma)
+    return whiten(returns, trained(batch), coefficients)
 
 
-def reinforce_pp_baseline(o: AlgorithmOptions, knobs: Knobs, batch: Batch) -> Tensor:
-    """Hu 2025: than the mean of its group, then whitened over all tokens of the batch."""
-    scores, include, mask = worth(o, batch), scored(batch), trained(batch)
+def reinforce_pp_baseline(o: AlgorithmOptions, coefficients: Coefficients, batch: Batch) -> Tensor:
+    """Hu 2025: score minus the group mean, then whitened over all tokens of the batch."""
+    scores, include, mask = effective_score(o, batch), scored(batch), trained(batch)
     centred = adv.dr_grpo(scores, batch.groups, include=include)[:, None].expand_as(mask)
     return adv.reinforce_pp_baseline(
-        scores, batch.groups, mask, include=include, moments=moments(centred, mask & include[:, None], knobs)
+        scores, batch.groups, mask, include=include, moments=moments(centred, mask & include[:, None], coefficients)
     )
 
 
-def ppo(o: AlgorithmOptions, knobs: Knobs, batch: Batch) -> tuple[Tensor, Tensor]:
+def ppo(o: AlgorithmOptions, coefficients: Coefficients, batch: Batch) -> tuple[Tensor, Tensor]:
     """Schulman et al. 2017: from a critic by GAE; returns from the *raw* advantages, which are then whitened."""
-    rewards, walked = need(batch.rewards), steps(o, batch)
+    rewards, walked = required(batch.rewards), steps(o, batch)
     if o.whiten_rewards:
         # On every eligible position: the score may sit on one that does not train, and GAE has to find it there.
-        measured = moments(rewards, walked & trained(batch).any(dim=1, keepdim=True), knobs)
+        measured = moments(rewards, walked & trained(batch).any(dim=1, keepdim=True), coefficients)
         rewards = masked_whiten(rewards, walked, shift_mean=False, moments=measured)
-    raw, returns = gae(rewards, need(batch.values), walked, gamma=o.gamma, lam=o.lam, bootstrap=knobs.bootstrap)
-    return whiten(raw, trained(batch), knobs), returns
+    raw, returns = gae(
+        rewards, required(batch.values), walked, gamma=o.gamma, lam=o.lam, bootstrap=coefficients.bootstrap
+    )
+    return whiten(raw, trained(batch), coefficients), returns
 
 
-ADVANTAGES: dict[str, Callable[[AlgorithmOptions, Knobs, Batch], Tensor | tuple[Tensor, Tensor]]] = {
+ADVANTAGES: dict[str, Callable[[AlgorithmOptions, Coefficients, Batch], Tensor | tuple[Tensor, Tensor]]] = {
     "grpo": grpo,
     "rloo": rloo,
     "opo": opo,
@@ -141,17 +143,17 @@ POLICY_LOSSES: dict[str, Callable[[AlgorithmOptions, Tensor, Tensor, Tensor, Ten
 }
 
 
-def algorithm_of(o: AlgorithmOptions, knobs: Knobs) -> Algorithm:
+def algorithm_of(o: AlgorithmOptions, coefficients: Coefficients) -> Algorithm:
     """The algorithm that the options name."""
 
     def advantage(batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        return ADVANTAGES[o.name](o, knobs, batch)
+        return ADVANTAGES[o.name](o, coefficients, batch)
 
     def loss(out: Outputs, batch: Batch) -> dict[str, Term]:
-        terms = {"policy": policy_term(o, knobs, policy_loss(o, out, batch), batch)}
+        terms = {"policy": policy_term(o, coefficients, policy_loss(o, out, batch), batch)}
         if o.critic != "none":
             terms["value"] = value_term(o, out, batch)
-        return terms | regularisers(o, knobs, out, batch)
+        return terms | regularisers(o, coefficients, out, batch)
 
     return Algorithm(advantage=advantage, loss=loss)
 
@@ -160,7 +162,7 @@ def policy_loss(o: AlgorithmOptions, out: Outputs, batch: Batch) -> Tensor:
     """[batch, time]. Without old log-probs the ratio is exactly 1 and only its gradient is left."""
     mask = trained(batch)
     old = out.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    values = POLICY_LOSSES[o.policy_loss](o, out.logprobs, old, need(batch.advantages), mask)
+    values = POLICY_LOSSES[o.policy_loss](o, out.logprobs, old, required(batch.advantages), mask)
     return weighted(values, batch)
 
 
@@ -180,43 +182,49 @@ def clipped(o: AlgorithmOptions, new: Tensor, old: Tensor, a: Tensor, mask: Tens
 def value_term(o: AlgorithmOptions, out: Outputs, batch: Batch) -> Term:
     """The critic's squared error."""
     mask = trained(batch)
-    value = losses.value_clip(need(out.values), need(batch.values), need(batch.returns), mask, clip=o.value_clip)
+    value = losses.value_clip(
+        required(out.values), required(batch.values), required(batch.returns), mask, clip=o.value_clip
+    )
     return Term(values=value, mask=mask, mode="token-mean", coef=o.vf_coef)
 
 
-def policy_term(o: AlgorithmOptions, knobs: Knobs, values: Tensor, batch: Batch, coef: float = 1.0) -> Term:
+def policy_term(
+    o: AlgorithmOptions, coefficients: Coefficients, values: Tensor, batch: Batch, coef: float = 1.0
+) -> Term:
     """A term that is added up as the options say."""
-    norm = (o.norm or float(knobs.max_new_tokens)) if o.aggregate == "seq-mean-token-sum-norm" else None
+    norm = (o.norm or float(coefficients.max_new_tokens)) if o.aggregate == "seq-mean-token-sum-norm" else None
     return Term(values=values, mask=trained(batch), mode=o.aggregate, coef=coef, norm=norm)
 
 
-def regularisers(o: AlgorithmOptions, knobs: Knobs, out: Outputs, batch: Batch) -> dict[str, Term]:
+def regularisers(o: AlgorithmOptions, coefficients: Coefficients, out: Outputs, batch: Batch) -> dict[str, Term]:
     """The KL to the reference, if it is in the loss, and the entropy bonus."""
     mask, terms = trained(batch), {}
     if o.kl_coef and o.kl_in == "loss":
         if o.kl_estimator == "exact":
-            kl = torch.where(mask, need(out.kl), 0)
+            kl = torch.where(mask, required(out.kl), 0)
         else:
-            kl = kl_estimate(out.logprobs, need(batch.ref_logprobs), mask, kind=o.kl_estimator, straight_through=True)
-        terms["kl"] = policy_term(o, knobs, kl, batch, coef=knobs.kl_coef)
+            kl = kl_estimate(
+                out.logprobs, required(batch.ref_logprobs), mask, kind=o.kl_estimator, straight_through=True
+            )
+        terms["kl"] = policy_term(o, coefficients, kl, batch, coef=coefficients.kl_coef)
     if o.entropy_coef or o.entropy_target is not None:
         values = torch.where(mask, out.entropy, 0)
-        terms["entropy"] = Term(values=values, mask=mask, mode="token-mean", coef=-knobs.entropy_coef)
+        terms["entropy"] = Term(values=values, mask=mask, mode="token-mean", coef=-coefficients.entropy_coef)
     return terms
 
 
-def worth(o: AlgorithmOptions, batch: Batch) -> Tensor:
+def effective_score(o: AlgorithmOptions, batch: Batch) -> Tensor:
     """[batch] what each answer is worth: its score and, with the KL in the reward, less the KL of all its positions.
 
     In float64, unless float32 holds the scores exactly and their squares too, as it does for whole numbers and halves.
     """
-    scores = need(batch.scores)
+    scores = required(batch.scores)
     if bool(((scores.float() == scores) | scores.isnan()).all()) and not large(scores):
         scores = scores.float()
     if not (o.kl_coef and o.kl_in == "reward"):
         return scores
     placed = steps(o, batch).any(dim=1) & scored(batch)
-    return torch.where(placed, need(batch.rewards).sum(dim=1), scores)
+    return torch.where(placed, required(batch.rewards).sum(dim=1), scores)
 
 
 def large(x: Tensor) -> bool:
@@ -229,23 +237,23 @@ def steps(o: AlgorithmOptions, batch: Batch) -> Tensor:
     return TrainRule(stop=o.train_stop).eligible(batch.roles)
 
 
-def moments(x: Tensor, mask: Tensor, knobs: Knobs) -> tuple[Tensor, Tensor]:
+def moments(x: Tensor, mask: Tensor, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
     """Mean and variance over all ranks."""
-    mean, variance = masked_moments(x, mask, all_sum=knobs.all_sum)
+    mean, variance = masked_moments(x, mask, all_sum=coefficients.all_sum)
     return mean.to(x.dtype), variance.to(x.dtype)
 
 
-def whiten(x: Tensor, mask: Tensor, knobs: Knobs) -> Tensor:
+def whiten(x: Tensor, mask: Tensor, coefficients: Coefficients) -> Tensor:
     """Unit variance over all ranks, and zero mean."""
     x = torch.where(mask, x, 0)
     x = x.double() if large(x) else x
-    return masked_whiten(x, mask, moments=moments(x, mask, knobs))
+    return masked_whiten(x, mask, moments=moments(x, mask, coefficients))
 
 
-def spread(scores: Tensor, include: Tensor, knobs: Knobs) -> Tensor:
+def spread(scores: Tensor, include: Tensor, coefficients: Coefficients) -> Tensor:
     """The unbiased standard deviation of all scores on all ranks."""
-    count = knobs.all_sum(include.sum().double())
-    return (moments(scores, include, knobs)[1] * count / (count - 1).clamp(min=1)).sqrt().to(scores.dtype)
+    count = coefficients.all_sum(include.sum().double())
+    return (moments(scores, include, coefficients)[1] * count / (count - 1).clamp(min=1)).sqrt().to(scores.dtype)
 
 
 def weighted(values: Tensor, batch: Batch) -> Tensor:
@@ -255,10 +263,10 @@ def weighted(values: Tensor, batch: Batch) -> Tensor:
 
 def scored(batch: Batch) -> Tensor:
     """[batch] bool: rows whose reward did not fail."""
-    return ~need(batch.scores).isnan()
+    return ~required(batch.scores).isnan()
 
 
-def need(tensor: Tensor | None) -> Tensor:
+def required(tensor: Tensor | None) -> Tensor:
     """A field of the batch that must have been computed."""
     if tensor is None:
         raise ValueError("the algorithm asks for something that was not computed for this batch; see AlgorithmOptions")

@@ -75,7 +75,7 @@ class Collector(Protocol):
 
 
 def run_state(options: Any, order: RowOrder | StreamOrder | None, step: int, *, rank: int = 0) -> dict[str, Any]:
-    """What rewards see as `trainer_state` when so many steps are done; a stream has no epochs, nor has no rows at all."""
+    """What rewards see as `trainer_state` after this many steps; a stream has no epochs, and neither have no rows."""
     taken, rows = (order.taken, order.rows) if isinstance(order, RowOrder) else (0, 0)
     return trainer_state(step=step, steps=options.steps, taken=taken, rows=rows, per_step=options.prompts, rank=rank)
 

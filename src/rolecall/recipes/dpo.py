@@ -4,7 +4,7 @@
 
 Rafailov et al. 2023, arXiv 2305.18290. An answer's log-prob is the sum over its content and stop token. The mean is over
 all pairs of the step, however they are cut into micro-batches and spread over ranks. The reference is the policy as it
-was at the start (with an adapter: the model below it), asked anew in every step.
+was at the start (with an adapter: the model below it), asked again in every step.
 """
 
 from collections.abc import Sequence

@@ -57,7 +57,7 @@ class HeldOut(ABC):
         self._state_at = state_at or (lambda step: {"global_step": step})
 
     def __call__(self, step: int) -> dict[str, float]:
-        """The numbers alone, of a run that has taken so many steps."""
+        """The numbers alone, of a run that has taken this many steps."""
         self.state = self._state_at(step)
         return self.run().numbers
 

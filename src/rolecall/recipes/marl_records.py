@@ -80,7 +80,7 @@ class EpisodeRecords:
 
         lengths = episodes.lengths.repeat_interleave(len(self.spec.agents))
         inside = torch.arange(time) < lengths[:, None]
-        # What lies behind a row's end is padding in a record.
+        # After a row's end a record has padding.
         batch = Batch(
             ids=torch.where(inside, rows(episodes.actions[..., 0]), 0),
             roles=torch.where(inside, rows(episodes.roles), 0).to(torch.uint8),

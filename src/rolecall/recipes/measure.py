@@ -10,7 +10,7 @@ from rolecall.maths.advantages import flat_groups
 from rolecall.maths.kl import kl_estimate
 from rolecall.maths.losses import ratio
 from rolecall.maths.roles import Role, TrainRule, Verdict
-from rolecall.recipes.algorithms import clipped, need
+from rolecall.recipes.algorithms import clipped, required
 from rolecall.recipes.collect import Resampled
 from rolecall.recipes.experience import MiniStep, Rollout, or_nan
 from rolecall.train.metrics import Meter
@@ -101,7 +101,7 @@ def measure_update(meter: Meter, steps: Sequence[MiniStep], o: AlgorithmOptions,
         meter.mean("policy/ratio", rho, mask)
         meter.largest("policy/ratio_max", rho, mask)
         meter.mean("policy/approx_kl", kl_estimate(old, out.logprobs, mask, kind="k3"), mask)
-        low, high = clipped(o, out.logprobs, old, need(batch.advantages), mask)
+        low, high = clipped(o, out.logprobs, old, required(batch.advantages), mask)
         meter.mean("clip_ratio/low_mean", low.float(), mask)
         meter.mean("clip_ratio/high_mean", high.float(), mask)
         meter.mean("clip_ratio/region_mean", (low | high).float(), mask)

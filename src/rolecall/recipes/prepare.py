@@ -20,7 +20,7 @@ from rolecall.maths.kl import kl_estimate
 from rolecall.maths.roles import Role, TrainRule
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.model import Against, Outputs, PolicyModel
-from rolecall.recipes.algorithms import Algorithm, Knobs
+from rolecall.recipes.algorithms import Algorithm, Coefficients
 from rolecall.recipes.experience import compared, or_nan
 from rolecall.recipes.replay import start_weights
 from rolecall.train.reference import Reference
@@ -90,22 +90,22 @@ class Preparer:
         trajectories: Sequence[Trajectory],
         totals: Sequence[float | None],
         source: Source,
-        knobs: Knobs,
-        make: Callable[[Knobs], Algorithm],
+        coefficients: Coefficients,
+        make: Callable[[Coefficients], Algorithm],
         *,
         baselines: Sequence[float | None] | None = None,
     ) -> Prepared:
-        """`make` gives the algorithm once the knobs are complete; `baselines` are scores of greedy answers."""
+        """`make` gives the algorithm once the coefficients are complete; `baselines` are scores of greedy answers."""
         joined = Joined(trajectories)
         batch, known = self._judged(trajectories, totals, joined, source, baselines)
         eligible = self.rule.eligible(batch.roles)
         batch, exact = self._with_logprobs(batch, eligible, source, joined)
         batch, kl = self._with_reference(batch, eligible, known, exact, source)
-        batch = self._with_rewards(batch, eligible, kl, joined, knobs)
+        batch = self._with_rewards(batch, eligible, kl, joined, coefficients)
         cut_off = torch.tensor([t.finish.truncated for t in trajectories])
         if self.options.algorithm.bootstrap_truncated and self.module.has_values:
-            knobs = replace(knobs, bootstrap=joined.last(self._values_behind(batch, cut_off)))
-        algorithm = make(knobs)
+            coefficients = replace(coefficients, bootstrap=joined.last(self._values_behind(batch, cut_off)))
+        algorithm = make(coefficients)
         return Prepared(batch=compared(batch, joined, algorithm), joined=joined, kl=kl, algorithm=algorithm)
 
     def score(
@@ -213,7 +213,9 @@ class Preparer:
         assert batch.ref_logprobs is not None
         return batch, kl_estimate(now, batch.ref_logprobs, eligible & known, kind=self.options.algorithm.kl_estimator)
 
-    def _with_rewards(self, batch: Batch, eligible: Tensor, kl: Tensor | None, joined: Joined, knobs: Knobs) -> Batch:
+    def _with_rewards(
+        self, batch: Batch, eligible: Tensor, kl: Tensor | None, joined: Joined, coefficients: Coefficients
+    ) -> Batch:
         """The score on the last eligible position and, if it belongs there, the KL on all of them."""
         assert batch.scores is not None
         in_reward = kl if self.options.algorithm.kl_in == "reward" else None
@@ -221,7 +223,7 @@ class Preparer:
             joined.first(torch.where(batch.scores.isnan(), 0, batch.scores)).to(torch.get_default_dtype()),
             None if in_reward is None else joined.join(in_reward),
             joined.join(eligible),
-            kl_coef=knobs.kl_coef,
+            kl_coef=coefficients.kl_coef,
         )
         return replace(batch, rewards=joined.split(rewards, batch.ids.shape[1]))
 

@@ -21,7 +21,7 @@ from rolecall.experience.replay import Drawn, Limits, ReplayBuffer, StoredGroup
 from rolecall.maths import losses
 from rolecall.maths.roles import Verdict
 from rolecall.policy.model import Outputs
-from rolecall.recipes.algorithms import need, weighted
+from rolecall.recipes.algorithms import required, weighted
 from rolecall.recipes.experience import MiniStep, Replayed, Rollout, compared
 from rolecall.train.metrics import Meter
 from rolecall.train.ranks import Ranks
@@ -195,8 +195,8 @@ def with_replay(loss: Loss, o: ReplayOptions) -> Loss:
     """A loss whose term `policy` also counts replayed rows, over one denominator; other terms see fresh rows only."""
 
     def mixed(out: Outputs, batch: Batch) -> dict[str, Term]:
-        replayed = need(batch.replayed)[:, None] & trained(batch)
-        verdicts = torch.where(replayed, int(Verdict.REPLAY_OBSERVED), need(batch.verdicts))
+        replayed = required(batch.replayed)[:, None] & trained(batch)
+        verdicts = torch.where(replayed, int(Verdict.REPLAY_OBSERVED), required(batch.verdicts))
         terms = dict(loss(out, dataclasses.replace(batch, verdicts=verdicts)))
         policy = terms["policy"]
         values = torch.where(replayed, o.coef * replay_loss(o, out, batch, replayed), policy.values)
@@ -208,13 +208,13 @@ def with_replay(loss: Loss, o: ReplayOptions) -> Loss:
 
 def replay_loss(o: ReplayOptions, out: Outputs, batch: Batch, mask: Tensor) -> Tensor:
     """[batch, time] the loss of replayed positions, by mode."""
-    advantages, behaviour = need(batch.advantages), need(batch.behaviour_logprobs)
+    advantages, behaviour = required(batch.advantages), required(batch.behaviour_logprobs)
     if o.mode == "shaped":
         values = losses.replay_shaped(out.logprobs, behaviour, advantages, mask, offset=o.offset)
     else:
         values = losses.replay_clipped(
             out.logprobs,
-            need(batch.old_logprobs) if o.decoupled else behaviour,
+            required(batch.old_logprobs) if o.decoupled else behaviour,
             advantages,
             mask,
             clip_low=o.clip_low,
@@ -230,8 +230,8 @@ def start_weights(o: ReplayOptions, batch: Batch, joined: Joined, *, inside_only
     `inside_only`: 1 within the band and 0 outside, for a loss whose ratio holds the weight already.
     """
     weights = losses.importance_weights(
-        joined.join(need(batch.old_logprobs)),
-        joined.join(need(batch.behaviour_logprobs)),
+        joined.join(required(batch.old_logprobs)),
+        joined.join(required(batch.behaviour_logprobs)),
         joined.join(trained(batch)),
         level=o.weights_level,
         kind=o.weights,
@@ -296,11 +296,11 @@ def measure_replay(meter: Meter, rollout: Rollout, steps: Sequence[MiniStep], o:
         meter.mean("replay/weighted_out", (batch.weights == 0).float(), trained(batch))
     if replay.joined is None:
         mask = batch.verdicts == Verdict.REPLAY_OBSERVED
-        _ratios(meter, need(batch.old_logprobs), batch, mask, o)
+        _ratios(meter, required(batch.old_logprobs), batch, mask, o)
         return
     loss = 0.0
     for mini in steps:
-        mask = trained(mini.batch) & need(mini.batch.replayed)[:, None]
+        mask = trained(mini.batch) & required(mini.batch.replayed)[:, None]
         _ratios(meter, mini.result.outputs.logprobs, mini.batch, mask, o)
         loss += float(torch.where(mask, mini.result.contributions.get("policy", torch.zeros(mask.shape)), 0).sum())
     meter.total("replay/loss", loss / max(1, len(steps)))
@@ -321,15 +321,15 @@ def age_bin(low: int, high: int | None) -> str:
 
 def _ratios(meter: Meter, logprobs: Tensor, batch: Batch, mask: Tensor, o: ReplayOptions) -> None:
     """The ratio to the behaviour, and where a clip takes the gradient away."""
-    rho = losses.ratio(logprobs, need(batch.behaviour_logprobs), mask)
+    rho = losses.ratio(logprobs, required(batch.behaviour_logprobs), mask)
     meter.mean("replay/ratio", rho, mask)
     meter.largest("replay/ratio_max", rho, mask)
     meter.mean("replay/ratio_second", rho.square(), mask)
     if o.mode != "clipped":
         return
     if o.decoupled:
-        rho = losses.ratio(logprobs, need(batch.old_logprobs), mask)
-    advantages = need(batch.advantages)
+        rho = losses.ratio(logprobs, required(batch.old_logprobs), mask)
+    advantages = required(batch.advantages)
     meter.mean("replay/clip_low", ((rho < 1 - o.clip_low) & (advantages < 0)).float(), mask)
     meter.mean("replay/clip_high", ((rho > 1 + o.clip_high) & (advantages > 0)).float(), mask)
     if o.dual_clip is not None:

@@ -19,7 +19,7 @@ from rolecall.maths.kl import AdaptiveKL, FixedKL
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter, merged
 from rolecall.policy.model import PolicyModel
-from rolecall.recipes.algorithms import Algorithm, Knobs, algorithm_of
+from rolecall.recipes.algorithms import Algorithm, Coefficients, algorithm_of
 from rolecall.recipes.collect import Answers, Collector
 from rolecall.recipes.experience import MiniStep, Rollout, Watch
 from rolecall.recipes.measure import finish, in_words, measure_resampled, measure_rollout, measure_update
@@ -132,7 +132,7 @@ class RLLearner:
         with self.timer.phase("score"):
             totals = [s.total for s in found.scored]
             ready = self.prepare(
-                found.trajectories, totals, source, self._knobs(), self._algorithm, baselines=found.baselines
+                found.trajectories, totals, source, self._coefficients(), self._algorithm, baselines=found.baselines
             )
         rollout = Rollout(
             **{f.name: getattr(found, f.name) for f in dataclasses.fields(found)},
@@ -158,10 +158,10 @@ class RLLearner:
         o = self.options.replay
         needed = o.decoupled or o.weights != "none" or o.mode == "observe"
         source = Source(old_logprobs="recompute" if needed else "behaviour", fresh=False, recorded=True)
-        return self.prepare(trajectories, totals, source, self._knobs(), self._algorithm).batch
+        return self.prepare(trajectories, totals, source, self._coefficients(), self._algorithm).batch
 
-    def _knobs(self) -> Knobs:
-        return Knobs(
+    def _coefficients(self) -> Coefficients:
+        return Coefficients(
             kl_coef=self.kl.coef,
             entropy_coef=self.entropy.coef,
             baseline=self.baseline.value,
@@ -169,8 +169,8 @@ class RLLearner:
             all_sum=self.updater.all_sum,
         )
 
-    def _algorithm(self, knobs: Knobs) -> Algorithm:
-        made = algorithm_of(self.options.algorithm, knobs)
+    def _algorithm(self, coefficients: Coefficients) -> Algorithm:
+        made = algorithm_of(self.options.algorithm, coefficients)
         return Algorithm(advantage=self._own_advantage or made.advantage, loss=self._own_loss or made.loss)
 
     # -- updating ------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class RLLearner:
         with self.timer.phase("sync"):
             self.engine.load(engine_weights(self.policy), self.engine.version + 1)
         self._measure(rollout, steps)
-        self._move_knobs(rollout)
+        self._move_coefficients(rollout)
         if self.replay is not None:
             self.replay.remember(rollout)
         for watch in self.watches:
@@ -245,7 +245,7 @@ class RLLearner:
         chosen = [[row for i in part.tolist() for row in rows.get(everywhere[i], ())] for part in parts]
         return [torch.tensor(part, dtype=torch.long) for part in chosen]
 
-    def _move_knobs(self, rollout: Rollout) -> None:
+    def _move_coefficients(self, rollout: Rollout) -> None:
         """The KL controller and the moving baseline after this rollout, and the reference if its time has come."""
         o, batch = self.options.algorithm, rollout.sequences
         assert batch.scores is not None

@@ -177,7 +177,7 @@ def inspect_function(name: str, function: Callable[..., Any]) -> RewardFunction:
 def no_column(name: str, column: str, columns: Iterable[str]) -> str:
     """The sentence for a function that asks for what the rows do not have."""
     there = ", ".join(sorted(columns)) or "they have none"
-    return f"reward `{name}` asks for `{column}`, which is no column of the rows ({there})"
+    return f"reward `{name}` asks for `{column}`, but the rows have no such column ({there})"
 
 
 def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:

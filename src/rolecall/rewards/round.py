@@ -13,7 +13,7 @@ from rolecall.errors import out_of_range
 from rolecall.rewards.records import RewardError, Sample, WrongCount
 
 _GIVE_UP = 8
-"""If so many samples of a function ran into the deadline and none was ever scored, the rest is not tried."""
+"""If this many samples of a function ran into the deadline and none was ever scored, the rest is not tried."""
 
 Stage = Literal["first", "alone", "again"]
 Broken = Literal["exception", "crash", "deadline"]

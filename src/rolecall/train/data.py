@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 def order_of(rows: Any, *, seed: int) -> "RowOrder | StreamOrder":
-    """The order in which rows are trained on: shuffled anew in each pass, or a stream's own."""
+    """The order in which rows are trained on: shuffled again in each pass, or a stream's own."""
     return StreamOrder(rows) if isinstance(rows, Stream) else RowOrder(len(rows), seed=seed)
 
 

@@ -187,7 +187,7 @@ def _check_use(path: Path, *, resume: bool, overwrite: bool) -> None:
         raise RunDirError(f"{path} holds {entries[0]!r} but no run, so it is not overwritten; choose another run name")
     if not all(_is_void(path / name) for name in entries) and not (resume or overwrite):
         raise RunDirError(
-            f"{path} is not empty; give --resume to go on with it, --overwrite to remove it, or another --out"
+            f"{path} is not empty; give --resume to continue it, --overwrite to remove it, or another --out"
         )
 
 

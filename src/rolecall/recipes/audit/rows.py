@@ -14,7 +14,7 @@ from rolecall.tasks.rows import Rows, place_of
 from rolecall.types import Sampling
 
 LOOKED_AT = 20_000
-"""Rows whose prompts are looked at; of a longer table the first so many, as when training starts."""
+"""Rows whose prompts are looked at; of a longer table the first of them, as when training starts."""
 ENCODED = 64
 """Rows whose text is encoded and decoded again."""
 _MANY_DUPLICATES = 0.01
