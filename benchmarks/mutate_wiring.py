@@ -23,7 +23,7 @@ from mutants import Mutant, files_of, mutants_of, sample
 from mutate_tests import Lines, Slot, digest, import_heavy, record, spans
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ["recipes", "train", "experience", "marl", "policy", "rollout", "rewards"]
+ROOMS = ["recipes", "agents", "train", "experience", "marl", "policy", "rollout", "rewards"]
 _TESTS = [*ROOMS, "jobs", "reference"]
 _PYTHON_SHARE, _C_SHARE = 0.07, 0.035
 _MOST_SECONDS = 25.0

@@ -16,7 +16,10 @@ def letters(completions, **columns):
 SHORT = ["--rows", "sorting:length=2", "--prompts", "4", "--samples", "4", "--steps", "2", "--quiet"]
 SHORT += ["--reward", "rewards.py:letters", "--sampling.max_new_tokens", "6", "--optim.lr", "3e-4"]
 CASES = {
-    "grpo": ["--preset", "grpo", "--algorithm.minibatches", "2", "--algorithm.epochs", "2"],
+    "grpo": [
+        *("--preset", "grpo", "--algorithm.minibatches", "2", "--algorithm.epochs", "2"),
+        *("--eval.every", "2", "--eval.rows", "3", "--eval.samples", "2", "--algorithm.kl_coef", "0.01"),
+    ],
     "ppo": [
         "--preset",
         "ppo",

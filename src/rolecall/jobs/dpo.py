@@ -59,7 +59,11 @@ def build(job: Job) -> Built:
     updater = prepared(module, options.optim, job.accelerator, job.timer)
     learner = DPOLearner(options, updater=updater, reference=Reference(module), pairs=pairs)
     of_task = is_task(options.rows) and options.eval.data is None
-    answers = task_evaluator(options, policy, options.rows, job.stack) if of_task and held is not None else None
+    answers = (
+        task_evaluator(options, policy, options.rows, job.stack, updater.ranks)
+        if of_task and held is not None
+        else None
+    )
     return build_policy(
         learner,
         loop_options(options, main="reward" if answers is not None else "rewards/accuracies"),

@@ -12,18 +12,20 @@ from rolecall.jobs.models import sampler
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.rl import engine_weights
 from rolecall.tasks.rows import Rows
+from rolecall.train.ranks import Ranks
 from rolecall.types import Sampling
 
 
-def answering(options: Any, policy: Any, reward: Any, rows: Rows) -> Any:
+def answering(options: Any, policy: Any, reward: Any, rows: Rows, ranks: Ranks) -> Any:
     """Greedy answers to held-out prompts, scored, of a job that does not sample otherwise."""
     engine = sampler(policy, options)
     how = _how_to_sample(options)
-    evaluator = Evaluator(policy=policy, engine=engine, reward=reward, rows=rows, chat=options.chat, **how)
+    parts = {"policy": policy, "engine": engine, "reward": reward, "rows": rows, "chat": options.chat}
+    evaluator = Evaluator(**parts, ranks=ranks, **how)
     return _with_weights(evaluator, engine, policy)
 
 
-def task_evaluator(options: Any, policy: Any, source: Any, stack: ExitStack) -> Any:
+def task_evaluator(options: Any, policy: Any, source: Any, stack: ExitStack, ranks: Ranks) -> Any:
     """Greedy answers to a task's held-out prompts, scored by the task; None if there shall be no evaluation."""
     if not options.eval.every:
         return None
@@ -33,7 +35,7 @@ def task_evaluator(options: Any, policy: Any, source: Any, stack: ExitStack) -> 
         found = prompt_rows(source, evaluation, seed=options.seed)
         assert found.test is not None
         reward = open_reward(options.eval.reward, found.test_reward, stack, options)
-        return answering(options, policy, reward, found.test)
+        return answering(options, policy, reward, found.test, ranks)
     engine = sampler(policy, options)
     _, held_out = episode_rows(env, None, evaluation, n=1, seed=options.seed)
     assert held_out is not None

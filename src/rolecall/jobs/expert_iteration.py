@@ -78,6 +78,7 @@ def build(job: Job) -> Built:
             seed=options.seed,
             timer=timer,
             state_at=partial(run_state, options, learner.order),
+            ranks=updater.ranks,
         )
     return build_policy(
         learner,

@@ -131,7 +131,15 @@ def build(job: Job) -> Built:
         policy=policy,
         module=module,
         optimizer=updater.optimizer,
-        evaluate=_evaluator(job, asked, parts, arena, reference=reference, state_at=partial(run_state, options, order)),
+        evaluate=_evaluator(
+            job,
+            asked,
+            parts,
+            arena,
+            reference=reference,
+            state_at=partial(run_state, options, order),
+            ranks=updater.ranks,
+        ),
         watch_run=record,
         prompts="chat" if played is not None else None if rows is None else style_of(rows),
     )

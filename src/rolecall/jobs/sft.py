@@ -56,7 +56,7 @@ def build(job: Job) -> Built:
     learner = SFTLearner(options, updater=updater, demonstrations=trajectories)
     # A task answers its own test prompts; of other rows the loss is known, and the reward if one is named.
     asked = options.eval.data if options.eval.data is not None and is_task(options.eval.data) else options.rows
-    evaluate = task_evaluator(options, policy, asked, stack) if held is None else None
+    evaluate = task_evaluator(options, policy, asked, stack, updater.ranks) if held is None else None
     if held is not None:
         evaluate = _held_out_evaluator(options, policy, learner, held, stack)
     scored = held is None or bool(options.eval.reward)
@@ -81,7 +81,7 @@ def _held_out_evaluator(options: SFTOptions, policy: Any, learner: SFTLearner, h
         check_kind(held, ("prompt",), "a column `prompt` in the rows that eval.reward scores answers to")
         check_prompts(held, policy, options.chat)
         reward = open_reward(options.eval.reward, None, stack, options, rows=held)
-        answers = answering(options, policy, reward, held)
+        answers = answering(options, policy, reward, held, learner.updater.ranks)
     elif known is None:
         raise UserError(
             "the evaluation rows are no demonstrations, so they have no loss: give `completion` too, or eval.reward"

@@ -17,10 +17,11 @@ from rolecall.recipes.sampling import answer_text, answered, as_completion, prom
 from rolecall.rewards.records import Reward, Sample
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
+from rolecall.train.ranks import Ranks
 from rolecall.train.reference import Reference
 from rolecall.train.score import score
 from rolecall.train.timing import Timer
-from rolecall.types import Completion, Request, Sampling, Trajectory
+from rolecall.types import Completion, Sampling, Trajectory
 
 EVALUATION_STEP = 2**40
 """Evaluations draw their random numbers as if at this step, so that they never repeat those of training."""
@@ -37,6 +38,23 @@ class Evaluation:
     scores: list[float | None]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answer:
+    """What an evaluation counts of one answer."""
+
+    prompt: int
+    sample: int
+    text: str
+    length: int
+    """In tokens."""
+    truncated: bool
+    total: float | None
+    pleased: float | None
+    """The score of training's own reward, where another decides."""
+    kl: float
+    """To the reference, where that is asked for."""
+
+
 class HeldOut(ABC):
     """Evaluates whatever weights the engine holds, always on the same rows with the same random numbers."""
 
@@ -49,9 +67,11 @@ class HeldOut(ABC):
         seed: int = 0,
         reference: Reference | None = None,
         state_at: Callable[[int], Mapping[str, Any]] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """With `samples` > 1 also avg@k and pass@k and, given a reference, the KL to it on those samples. `state_at(step)`
-        is what rewards see as `trainer_state`."""
+        is what rewards see as `trainer_state`. Processes that train together share the rows."""
+        self.ranks = ranks or Ranks()
         self.rows, self.sampling, self.samples, self.seed, self.reference = rows, sampling, samples, seed, reference
         self.state: Mapping[str, Any] = {}
         self._state_at = state_at or (lambda step: {"global_step": step})
@@ -89,51 +109,69 @@ class Evaluator(HeldOut):
         self.token_budget, self.timer = token_budget, timer or Timer()
 
     def run(self) -> Evaluation:
-        _, completions = self._answer(replace(self.sampling, temperature=0.0), 1)
-        answers = [answer_text(self.policy, c) for c in completions]
-        totals = self._score(self.reward, completions, answers)
+        found = self._answers(replace(self.sampling, temperature=0.0), 1)
+        totals = [answer.total for answer in found]
         known = [t for t in totals if t is not None]
         numbers = {"reward": sum(known) / len(known)} if known else {}
         numbers |= {
             "accuracy": sum(t >= 1 for t in known) / len(totals),
-            "mean_length": sum(len(c.ids) for c in completions) / len(completions),
-            "clipped_ratio": sum(c.finish.truncated for c in completions) / len(completions),
+            "mean_length": sum(answer.length for answer in found) / len(found),
+            "clipped_ratio": sum(answer.truncated for answer in found) / len(found),
             "failed": sum(t is None for t in totals) / len(totals),
         }
-        if self.train_reward is not None:
-            pleased = [t for t in self._score(self.train_reward, completions, answers) if t is not None]
-            numbers |= {"train_reward": sum(pleased) / len(pleased)} if pleased else {}
+        pleased = [answer.pleased for answer in found if answer.pleased is not None]
+        numbers |= {"train_reward": sum(pleased) / len(pleased)} if pleased else {}
         if self.samples > 1:
             numbers |= self._sampled()
-        return Evaluation(numbers=numbers, prompts=[row["prompt"] for row in self.rows], answers=answers, scores=totals)
+        prompts, texts = [row["prompt"] for row in self.rows], [answer.text for answer in found]
+        return Evaluation(numbers=numbers, prompts=prompts, answers=texts, scores=totals)
 
     def _sampled(self) -> dict[str, float]:
-        requests, completions = self._answer(self.sampling, self.samples)
-        totals = self._score(self.reward, completions, [answer_text(self.policy, c) for c in completions])
+        found = self._answers(self.sampling, self.samples, sampled=True)
+        totals = [answer.total for answer in found]
         right = torch.tensor([float(t is not None and t >= 1) for t in totals]).view(len(self.rows), self.samples)
         numbers = {
             f"avg@{self.samples}": float(right.mean()),
             f"pass@{self.samples}": float(right.amax(dim=1).mean()),
         }
         if self.reference is not None:
-            numbers["kl"] = self._kl(requests, completions)
+            numbers["kl"] = float(torch.tensor([answer.kl for answer in found]).mean())
         return numbers
 
-    def _kl(self, requests: Sequence[Request], completions: Sequence[Completion]) -> float:
-        """KL per answer from the policy to the reference, estimated (k1) on the policy's own samples."""
-        assert self.reference is not None
-        trajectories = [trajectory_of(requests[c.prompt], c, group=c.prompt) for c in completions]
-        temperature = self.sampling.scoring_temperature
-        return float(
-            kl_to(self.reference, trajectories, temperature=temperature, token_budget=self.token_budget).mean()
-        )
-
-    def _answer(self, sampling: Sampling, n: int) -> tuple[list[Request], list[Completion]]:
-        requests = [
-            prompt_request(self.policy, row, self.chat, sampling, n=n, seed=self.seed, step=EVALUATION_STEP, prompt=i)
-            for i, row in enumerate(self.rows)
+    def _answers(self, sampling: Sampling, n: int, *, sampled: bool = False) -> list[_Answer]:
+        """n answers to every row, in order. Each rank answers its share of the rows, and all get all of them."""
+        own = self.ranks.share(range(len(self.rows)))
+        requests = {
+            i: prompt_request(
+                self.policy, self.rows[i], self.chat, sampling, n=n, seed=self.seed, step=EVALUATION_STEP, prompt=i
+            )
+            for i in own
+        }
+        completions = answered(self.engine, list(requests.values()), self.timer) if requests else []
+        texts = [answer_text(self.policy, c) for c in completions]
+        totals = self._score(self.reward, completions, texts)
+        pleased: list[float | None] = [None] * len(completions)
+        if self.train_reward is not None and not sampled:
+            pleased = self._score(self.train_reward, completions, texts)
+        kl = [0.0] * len(completions)
+        if sampled and self.reference is not None and completions:
+            trajectories = [trajectory_of(requests[c.prompt], c, group=c.prompt) for c in completions]
+            temperature = self.sampling.scoring_temperature
+            kl = kl_to(self.reference, trajectories, temperature=temperature, token_budget=self.token_budget).tolist()
+        found = [
+            _Answer(
+                prompt=c.prompt,
+                sample=c.sample,
+                text=texts[i],
+                length=len(c.ids),
+                truncated=c.finish.truncated,
+                total=totals[i],
+                pleased=pleased[i],
+                kl=kl[i],
+            )
+            for i, c in enumerate(completions)
         ]
-        return requests, answered(self.engine, requests, self.timer)
+        return sorted(self.ranks.gather(found), key=lambda answer: (answer.prompt, answer.sample))
 
     def _score(self, reward: Reward, completions: Sequence[Completion], answers: Sequence[str]) -> list[float | None]:
         samples = [
@@ -147,7 +185,7 @@ class Evaluator(HeldOut):
             )
             for c, answer in zip(completions, answers, strict=True)
         ]
-        found = [scored.total for scored in reward.score(samples, state=self.state)]
+        found = [scored.total for scored in reward.score(samples, state=self.state)] if samples else []
         reward.take_metrics()  # so that what evaluations log and count is not mistaken for training's
         return found
 
