@@ -35,6 +35,15 @@ def test_the_prompt_says_what_the_docstring_says_and_how_to_answer():
     assert "\x1b" not in text
 
 
+def test_a_module_that_registers_an_environment_may_stand_before_its_id():
+    named = "gym:gymnasium.envs.toy_text:FrozenLake-v1:is_slippery=false"
+    assert heard(first_reply(open_env(named)(), {}, 0)) == heard(
+        first_reply(open_env("gym:FrozenLake-v1:is_slippery=false")(), {}, 0)
+    )
+    with pytest.raises(EnvError, match=r"gym:nowhere\.here:Some-v1 cannot be made: No module named 'nowhere'"):
+        open_env("gym:nowhere.here:Some-v1")()
+
+
 @pytest.mark.parametrize(
     "prompt", ["Go to G.", [{"role": "system", "content": "x"}, {"role": "user", "content": "Go to G."}]]
 )

@@ -3,7 +3,7 @@
 calculator · guessing · kuhn              built in, with options as tasks have them: guessing:high=31,tries=5
 addition · rg:chain_sum …                 a task of one answer, as an environment of one turn
 envs.py:MyEnv · package.module:MyEnv      yours: a class with `reset` and `step`, or one of TRL's kind
-gym:FrozenLake-v1:is_slippery=false       Gymnasium's, with what `make` takes
+gym:FrozenLake-v1:is_slippery=false       Gymnasium's, with what `make` takes; gym:package:ID imports the package first
 trl:envs.py:MyEnv                         TRL's `environment_factory` kind, where the class has a tool `step`
 """
 
@@ -31,8 +31,12 @@ def open_env(name: str) -> Factory:
         task = find_task(name)
         return task.env if hasattr(task, "env") else partial(OneTurn, task)
     if kind == "gym":
-        made, _, options = rest.partition(":")
-        return partial(GymTextEnv, made, **task_options(name, options))
+        made, _, last = rest.rpartition(":")
+        if (
+            "=" not in last
+        ):  # a module that registers the environment may stand before its id: gym:rware:rware-tiny-2ag-v2
+            made, last = rest, ""
+        return partial(GymTextEnv, made, **task_options(name, last))
     forced = kind == "trl"
     own = rest if forced else name
     found = load_object(*_parted(own), what=f"environment {own!r}", error=EnvError)

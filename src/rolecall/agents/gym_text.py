@@ -8,6 +8,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any
 
 from rolecall.tasks.env import EnvError, Message, Said, Step, at_own_limit
@@ -178,15 +179,20 @@ def _made(name: str, options: Mapping[str, Any]) -> Any:
         from gymnasium.envs.registration import load_env_creator
     except ImportError as error:
         raise EnvError("environments named gym:… need gymnasium: pip install 'rolecall[agents]'") from error
+    module, _, id_ = name.rpartition(":")
     try:
+        if module:  # it registers the environment
+            import_module(module)
         if "render_mode" not in options:
-            entry = gymnasium.spec(name).entry_point
+            entry = gymnasium.spec(id_).entry_point
             creator = load_env_creator(entry) if isinstance(entry, str) else entry
             modes = getattr(creator, "metadata", {}).get("render_modes", ())
             options = {**options, "render_mode": "ansi"} if "ansi" in modes else options
-        return gymnasium.make(name, **options)
+        return gymnasium.make(id_, **options)
+    except ImportError as error:
+        raise EnvError(f"gym:{name} cannot be made: {error}; install what it needs") from error
     except gymnasium.error.Error as error:
-        near = get_close_matches(name, list(gymnasium.registry), n=1)
+        near = get_close_matches(id_, list(gymnasium.registry), n=1)
         hint = f"; did you mean 'gym:{near[0]}'?" if near else ""
         raise EnvError(f"gymnasium does not make {name!r}: {' '.join(str(error).split())}{hint}") from error
 
