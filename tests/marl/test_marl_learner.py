@@ -70,6 +70,18 @@ def test_the_target_is_copied_every_so_many_optimiser_steps():
         assert not close(weights_of(q.target), first)
 
 
+@pytest.mark.parametrize(
+    ("algo", "settings", "steps"),
+    [("qmix", {"q.updates": 3}, 3), ("mappo", {"ppo.epochs": 2, "ppo.minibatches": 2}, 4)],
+)
+def test_optimiser_steps_are_counted_in_every_step_of_the_run(algo, settings, steps):
+    with learner(algo, **settings) as made:
+        for step in range(2):
+            made.update(made.collect(step))
+            assert made.metrics()["optimizer_steps"] == steps
+            assert made.metrics()["skipped"] == 0
+
+
 def test_targets_are_mixed_by_the_target_mixer():
     batch = doubled(recorded([4, 5], ["end", "cut"], time=7))
     live, target = q_networks("qmix"), q_networks("qmix", seed=5)

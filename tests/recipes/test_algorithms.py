@@ -92,6 +92,22 @@ def test_reinforce_subtracts_its_baseline(baseline, expected):
     torch.testing.assert_close(batch.advantages[:4, 3], torch.tensor(SCORES) - expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [(name, {}) for name in ("grpo", "rloo", "opo", "remax", "reinforce++-baseline")]
+    + [("reinforce", {"baseline": kind}) for kind in ("mean", "ema", "prompt", "none")],
+)
+def test_an_answer_without_a_score_has_advantage_0(name, settings):
+    whole = scripted(small()).collect(0).batch
+    scores = torch.tensor([1.0, torch.nan, 0.5, 0.0, 3.0, 2.0, 1.0, 1.0])
+    batch = dataclasses.replace(whole, scores=scores, baselines=torch.zeros(8))
+    found = algorithm_of(AlgorithmOptions(name=name, **settings), Coefficients(max_new_tokens=4)).advantage(batch)
+    assert found.isfinite().all()
+    assert (found[1] == 0).all()
+    if settings.get("baseline") in ("ema", "none"):
+        torch.testing.assert_close(found, scores.nan_to_num(), msg="there is no average yet")
+
+
 def test_statistics_of_the_batch_are_over_all_ranks():
     """Two halves of a batch, each told the sums of both, get the advantages of the whole."""
     whole = scripted(small("ppo", samples=4)).collect(0).batch

@@ -8,6 +8,7 @@ import pytest
 import torch
 from short_runs import GRPO, GRPO_KL, PPO, REINFORCE, guard_of, learner_of, policy_of, run
 
+from rolecall.config.parts import PolicyOptions
 from rolecall.errors import UserError
 from rolecall.maths import losses, shaping
 from rolecall.maths.roles import Role
@@ -242,6 +243,22 @@ def test_an_engine_that_scores_at_another_temperature():
     learner.engine.stream = tempered
     trip = tripped(learner)
     assert (trip.name, trip.step) == ("engine-mismatch", 1)
+
+
+def test_with_dropout_the_engine_is_compared_at_every_so_many_steps_by_a_pass_that_drops_nothing():
+    learner = learner_of(lora=True)
+    learner.options = dataclasses.replace(learner.options, policy=PolicyOptions(lora_rank=4, lora_dropout=0.1))
+    guard_of(learner, probe_every=2)
+    whole = learner.engine.stream
+
+    def tempered(requests):
+        hot = [dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, temperature=1.0)) for r in requests]
+        return whole(hot if requests[0].step > 0 else requests)
+
+    learner.engine.stream = tempered
+    with pytest.raises(Tripwire) as caught:
+        run(learner, 3)
+    assert (caught.value.name, caught.value.step) == ("engine-mismatch", 3), "not in step 2, which is not looked at"
 
 
 def test_an_engine_that_ignores_new_weights():

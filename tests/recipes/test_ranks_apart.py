@@ -134,3 +134,9 @@ def test_all_numbers_of_an_evaluation_of_episodes_and_the_scores_of_their_record
     (collector,) = collectors(Episodes, policy, silent(), ROWS, ranks=1)
     found = collector.collect(0)
     assert [dict(t.scores) for t in found.trajectories] == [{"env": 1.0}] * 2 * PROMPTS
+
+
+def test_the_time_of_episodes_is_counted_as_that_of_answers(policy):
+    (collector,) = collectors(Episodes, policy, silent(), ROWS, ranks=1)
+    collector.collect(0)
+    assert collector.arena.timer.take().keys() == {"generate", "reward"}

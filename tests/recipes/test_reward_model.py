@@ -46,7 +46,7 @@ from rolecall.train.timing import Timer
 PLAIN = ChatOptions()
 UNEVEN = (
     Pair(chosen=(*b"1+1=2", 258), rejected=(*b"1+1=333", 258)),
-    Pair(chosen=(*b"a", 258), rejected=(*b"b", 258), margin=0.5),
+    Pair(chosen=(*b"a", 258), rejected=(*b"b", 258), margin=0.3),
     Pair(chosen=(*b"12345678901234567890", 258), rejected=(*b"0", 258)),
     Pair(chosen=tuple(b"xyz"), rejected=tuple(b"xy"), margin=-1.0),
     Pair(chosen=tuple(b"hello there"), rejected=tuple(b"hello then")),

@@ -420,6 +420,13 @@ def test_the_engine_is_released_while_the_policy_trains():
 # -- a user's own algorithm ------------------------------------------------------------------------------------------
 
 
+def test_every_step_says_which_weights_come_of_it():
+    learner = learner_of(options_of(prompts=1, samples=2), count_a, script=lambda request, sample: (ord("a"), STOP))
+    for step in range(2):
+        learner.update(learner.collect(step))
+        assert learner.metrics()["policy_version"] == learner.engine.version == step + 1
+
+
 def test_advantage_and_loss_of_the_users_own(tmp_path, monkeypatch):
     monkeypatch.setattr(
         rl, "open_training_reward", lambda *args, **kwargs: Plain(count_a)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from agents import EVALUATE, MAPPO, QMIX, mean
 from hunt import Hunt
 from safetensors.torch import load_file
 
 import rolecall
+from agents import EVALUATE, MAPPO, QMIX, mean
 from rolecall.config.marl import MARLOptions
 from rolecall.config.merge import resolve
 from rolecall.marl.envs import open_envs
@@ -81,6 +81,7 @@ def check_record(reference, episodes, rows):
         episode, a = episodes[row["episode"]], reference.names.index(row["agent"])
         steps = range(len(episode))
         assert row["seed"] == episode.seed
+        assert row["policy_version"] == row["step"] - 1, "the weights before the step's update"
         assert row["ids"] == [episode.actions[t][a] for t in steps]
         expected = [CHOSE if episode.chose(t, a) else NO_CHOICE for t in steps]
         assert list(zip(row["roles"], row["verdicts"], strict=True)) == expected

@@ -177,8 +177,8 @@ class Conversation:
         spare = limit - room
         if lengths[-1] > spare:
             return False
-        half = (spare + lengths[-1]) // 2
-        chosen = next(i for i, length in enumerate(lengths) if length <= half or i == len(kept) - 1)
+        half = (spare + lengths[-1]) // 2  # the last one is not longer
+        chosen = next(i for i, length in enumerate(lengths) if length <= half)
         self._close()
         self._context = []
         self._begin(kept[chosen])

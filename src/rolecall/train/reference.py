@@ -22,9 +22,7 @@ class Reference:
         self._frozen = None if self._adapter else self._copy()
 
     def _copy(self) -> PolicyModel:
-        frozen = copy.deepcopy(self._policy.model).requires_grad_(False).eval()
-        frozen.zero_grad(set_to_none=True)  # gradients are copied too
-        return PolicyModel(frozen)
+        return PolicyModel(copy.deepcopy(self._policy.model).requires_grad_(False).eval())
 
     @contextmanager
     def module(self) -> Iterator[nn.Module]:
