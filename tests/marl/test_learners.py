@@ -363,3 +363,10 @@ def test_moments_that_forget():
     assert float(moments.mean) == pytest.approx((0.25 * 1 + 0.5 * 3) / 0.75)
     x = torch.randn(5)
     torch.testing.assert_close(moments.restore(moments.normalise(x)), x)
+
+
+def test_moments_keep_small_differences_of_large_numbers():
+    moments = RunningMoments()
+    for i in range(10):
+        moments.update(torch.tensor([1e9 + i], dtype=torch.float64), torch.tensor([True]))
+    assert float(moments.mean) == pytest.approx(1e9 + 4.5, rel=1e-12)

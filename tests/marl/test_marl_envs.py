@@ -11,6 +11,7 @@ import pytest
 from rolecall.errors import UserError
 from rolecall.marl.envs import names, open_envs
 from rolecall.marl.envs.base import EnvError
+from rolecall.marl.envs.pool import PooledEnvs
 from rolecall.marl.envs.worker import ARRAYS, open_worker
 
 
@@ -219,3 +220,13 @@ def test_lbforagings_own_limit_is_a_truncation():
 )
 def test_a_limit_that_an_environment_keeps_itself_is_no_end(name, how):
     assert to_the_end(name) == how
+
+
+@pytest.mark.parametrize("network", [True, False])
+def test_environments_in_other_processes_have_the_network_they_are_given_and_memory_without_a_limit(network):
+    envs = PooledEnvs("climbing", 2, limit=None, workers=1, network=network)
+    try:
+        assert (envs.walls.network, envs.walls.memory_mb) == (network, None)
+        assert envs.reset([0, 1]).obs.shape[0] == 2
+    finally:
+        envs.close()

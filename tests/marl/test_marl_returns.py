@@ -75,6 +75,15 @@ def test_behind_a_cut_stands_the_value_also_of_an_agent_that_may_do_one_thing_on
     assert float(returns[4]) == pytest.approx(1 + (0.9 * 10 if how == "cut" else 0))
 
 
+def test_the_values_that_are_given_stay_as_they_are():
+    batch = one_reward("cut")
+    batch.present[0, 2:4, 0] = False
+    values = torch.rand(batch.present.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    before = values.clone()
+    returns_of(batch, values)
+    assert torch.equal(values, before)
+
+
 def in_loops(batch, values, *, gamma, lam):
     """{(episode, step, agent): (advantage, return)}, agent by agent and backwards in time."""
     found = {}

@@ -455,3 +455,16 @@ def test_a_conversation_goes_on_as_a_new_sample():
 def test_a_record_with_unequal_lengths_cannot_be_made():
     with pytest.raises(ValueError, match="2 ids but 1 roles"):
         Rendered(ids=(1, 2), roles=(1,))
+
+
+def test_a_tokenizer_that_adds_a_start_token_adds_none_to_what_the_template_wrote():
+    plain, adding = tiny_tokenizer(), tiny_tokenizer()
+    start = adding.convert_tokens_to_ids("<|im_start|>")
+    adding.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", start)]
+    )
+    assert adding("a")["input_ids"][0] == start
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    found = [render(tokenizer, messages, train="assistant", stop_ids=(258,)) for tokenizer in (plain, adding)]
+    assert found[0].ids == found[1].ids
+    assert found[0].roles == found[1].roles
