@@ -26,7 +26,7 @@ def _bytes(tokenizer: Any, token: int) -> bytes:
     name = None if token < 0 else tokenizer.convert_ids_to_tokens(token)
     if name is None:  # a row of the head that the tokenizer does not use, or an id that files declare in place of none
         return f"<unused {token}>".encode()
-    text: str = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text: str = tokenizer.decode([token], clean_up_tokenization_spaces=False)
     if "\ufffd" in text:
         if byte := _FALLBACK.fullmatch(name):
             return bytes([int(byte[1], 16)])
