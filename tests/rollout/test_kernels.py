@@ -1,5 +1,7 @@
 """The compiled pieces of a decoding step against the same maths in torch."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -157,4 +159,11 @@ def test_without_a_compiler_the_torch_path_is_used_with_one_line(monkeypatch, ca
 
 
 def test_float64_has_no_kernels():
+    assert kernels_for(torch.float64) is None
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.usefixtures("fast_paths")
+def test_where_there_is_a_compiler_decoding_is_compiled():
+    assert all(kernels_for(dtype) is not None for dtype in (torch.float32, torch.bfloat16))
     assert kernels_for(torch.float64) is None
