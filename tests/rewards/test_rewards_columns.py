@@ -1,0 +1,35 @@
+"""What a reward needs of the rows, and what is compared with their answers."""
+
+import pytest
+
+from rolecall.rewards.model import RewardSettings, write_settings
+from rolecall.rewards.pool import RewardPool
+from rolecall.rewards.records import RewardError
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Of verl's kind."""
+    return float(solution_str == ground_truth)
+
+
+@pytest.mark.parametrize("reward", [compute_score, "exact"])
+def test_a_reward_that_compares_with_the_answer_needs_one(reward):
+    with RewardPool(reward, workers=1) as pool:
+        pool.check_columns(["prompt", "answer"])
+        with pytest.raises(RewardError, match="compares with the row's answer, but the rows have no column"):
+            pool.check_columns(["prompt", "level"])
+        assert pool.lacking([{"answer": "1"}, {"answer": None}, {"level": 3}]) == {"answer": 2}
+
+
+@pytest.mark.parametrize("gold", [r"\frac{1}{2}", r"$\frac{1}{2}$", r"\boxed{\frac{1}{2}}"])
+def test_an_answer_is_read_as_mathematics_however_it_is_marked(gold):
+    pytest.importorskip("math_verify")
+    from rolecall.rewards.math_verifier import math
+
+    assert math(r"so it is $\frac{2}{4}$", {"answer": gold}) == 1.0
+    assert math(r"so it is $\frac{1}{3}$", {"answer": gold}) == 0.0
+
+
+def test_settings_that_json_cannot_hold_are_not_written(tmp_path):
+    with pytest.raises(ValueError, match="nan"):
+        write_settings(tmp_path, RewardSettings(offset=float("nan")))
