@@ -4,7 +4,7 @@ import pytest
 
 from rolecall.rewards.model import RewardSettings, write_settings
 from rolecall.rewards.pool import RewardPool
-from rolecall.rewards.records import RewardError
+from rolecall.rewards.records import RewardError, Scored, why_unscored
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -33,3 +33,14 @@ def test_an_answer_is_read_as_mathematics_however_it_is_marked(gold):
 def test_settings_that_json_cannot_hold_are_not_written(tmp_path):
     with pytest.raises(ValueError, match="nan"):
         write_settings(tmp_path, RewardSettings(offset=float("nan")))
+
+
+@pytest.mark.parametrize("network", [True, False])
+def test_workers_have_the_network_they_are_given(network):
+    with RewardPool("exact", workers=1, network=network) as pool:
+        assert pool.walls.network == network
+
+
+def test_a_single_answer_without_a_score_is_explained():
+    scored = Scored(scores={"near": None, "far": None}, total=None)
+    assert "`near` and `far`" in why_unscored([scored], lambda i: f"row {i}")

@@ -73,3 +73,42 @@ def test_functions_of_one_answer_are_spread_and_those_of_all_are_not(style, size
     samples = [Sample(prompt="q", completion="a")] * 1000
     this = Round(samples, styles=[style], workers=2, state={})
     assert [len(job.samples) for job in this.queue] == sizes
+
+
+def round_of(style, count, *, workers=1):
+    samples = [Sample(prompt="q", completion=str(i), prompt_index=i) for i in range(count)]
+    return Round(samples, styles=[style], workers=workers, state={})
+
+
+def test_answers_are_handed_out_in_four_parts_per_worker():
+    assert [len(job.samples) for job in round_of("sample", 16).queue] == [4] * 4
+    assert [len(job.samples) for job in round_of("sample", 16, workers=2).queue] == [2] * 8
+    assert [len(job.samples) for job in round_of("batch", 16).queue] == [16]
+
+
+def test_a_job_is_named_by_the_answer_it_is_at_or_by_how_many_there_are():
+    one_by_one, together, alone = round_of("sample", 8), round_of("batch", 3), round_of("batch", 1)
+    assert one_by_one.current(one_by_one.queue[0]) == one_by_one._samples[0].place
+    assert together.current(together.queue[0]) == "3 samples"
+    assert alone.current(alone.queue[0]) == alone._samples[0].place
+
+
+def test_a_function_that_only_hangs_is_given_up():
+    this, calls = round_of("sample", 40), 0
+    while not this.finished:
+        this.broke(this.queue.popleft(), "deadline", "too slow")
+        calls += 1
+    assert calls == 8
+    assert len(this.failures[0]) == 40
+    assert this.failures[0][39] == "not tried: the first 8 samples all ran into the deadline"
+
+
+def test_answers_that_are_all_good_alone_are_not_scored_again():
+    this = round_of("batch", 3)
+    this.broke(this.queue.popleft(), "exception", "together it fails")
+    while this.queue:
+        job = this.queue.popleft()
+        assert job.stage == "alone"
+        this.heard(job, {"values": [1.0], "extras": {}, "metrics": [], "done": True}, name="f")
+    assert this.finished
+    assert this.values[0] == {0: 1.0, 1: 1.0, 2: 1.0}
