@@ -226,7 +226,7 @@ def test_a_limit_that_an_environment_keeps_itself_is_no_end(name, how):
 def test_environments_in_other_processes_have_the_network_they_are_given_and_memory_without_a_limit(network):
     envs = PooledEnvs("climbing", 2, limit=None, workers=1, network=network)
     try:
-        assert (envs.walls.network, envs.walls.memory_mb) == (network, None)
+        assert (envs.walls.network, envs.walls.memory_mb, envs.deadline_s) == (network, None, 60.0)
         assert envs.reset([0, 1]).obs.shape[0] == 2
     finally:
         envs.close()
