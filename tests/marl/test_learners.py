@@ -1,5 +1,7 @@
 """Losses of Q-learning and PPO on episodes: against loops, and against what must not change them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -176,6 +178,22 @@ def test_before_the_first_update_the_ratio_is_one(shape, view):
     found = ppo_loss(module, steps, **PPO)
     assert float(found.measured["policy/approx_kl"]) == pytest.approx(0, abs=1e-12)
     assert float(found.terms["policy"].detach()) == pytest.approx(0, abs=1e-9), "whitened advantages have mean 0"
+
+
+def test_a_step_that_is_worth_nothing_is_not_counted_as_clipped():
+    module = actor_critic("own")
+    steps, _ = prepare(module, None, doubled(recorded([3, 8], ["end", "cut"], time=9)), gamma=0.9, lam=0.9)
+    moved = replace(steps, old_logprobs=steps.old_logprobs - 1)
+    worthless = replace(moved, advantages=torch.zeros_like(steps.advantages))
+    assert float(ppo_loss(module, moved, **PPO).measured["clip_ratio/region_mean"]) > 0
+    assert float(ppo_loss(module, worthless, **PPO).measured["clip_ratio/region_mean"]) == 0
+
+
+@pytest.mark.parametrize("embed", [4, 64])
+def test_a_fresh_mixture_begins_with_weights_of_the_size_that_torch_would_give(embed):
+    weights = MonotonicMixer(3, 5, embed=embed, hidden=6, seed=0).weights1(torch.zeros(1, 5))
+    assert float(weights.min()) * embed**0.5 >= 0.5
+    assert float(weights.max()) * embed**0.5 <= 1.5
 
 
 @pytest.mark.parametrize("shape", SHAPES)
