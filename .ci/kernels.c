@@ -106,12 +106,10 @@ TOOLS(bf16, get_bf16, put_bf16)
         double u[] = {0.0, 0.2, 0.5, 0.8, 0.999};                                                                      \
         float logprobs[ROWS_IN], found[ROWS_IN];                                                                       \
         T *x = made_##T(n), *added = made_##T(n), *weight = made_##T(width), *out = made_##T(n);                       \
-        T *gate_up = made_##T(2 * n), *logits = made_##T(ROWS_IN * vocab);                                             \
+        T *logits = made_##T(ROWS_IN * vocab);                                                                         \
         add_norm_##T(x, added, weight, out, ROWS_IN, width, 1e-5f, THREADS);                                           \
         show_##T("x", x, n);                                                                                           \
         show_##T("add_norm", out, n);                                                                                  \
-        gated_##T(gate_up, out, ROWS_IN, width, THREADS);                                                              \
-        show_##T("gated", out, n);                                                                                     \
         draw_##T(logits, u, tokens, logprobs, ROWS_IN, vocab, 1.25f, THREADS);                                         \
         for (int i = 0; i < ROWS_IN; i++) found[i] = (float)tokens[i];                                                 \
         show_f32("tokens_" #T, found, ROWS_IN);                                                                        \
@@ -127,8 +125,6 @@ int main(void) {
     ATTEND(f32) ATTEND(bf16)
 #elif defined(FILE_decode)
     DECODE(f32) DECODE(bf16)
-#elif defined(FILE_linear) /* there is only code for AVX-512, and elsewhere it must say so */
-    printf("fits %d %d\n", fits_f32(), fits_bf16());
 #else
 #error "a C file without a line here"
 #endif
