@@ -6,6 +6,7 @@ from learners import ROWS, STOP, Plain
 
 from rolecall.config.parts import ChatOptions
 from rolecall.policy.load import load
+from rolecall.policy.lora import add_adapter
 from rolecall.policy.model import PolicyModel
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.rollout.native import NativeEngine
@@ -129,3 +130,24 @@ def test_answers_are_the_likeliest_whatever_training_samples_with():
                 break
         said = ids[len(policy.tokenizer(row["prompt"])["input_ids"]) :]
         assert answer == policy.tokenizer.decode([i for i in said if i not in policy.stop_ids])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(None, {"global_step": 5}), (lambda step: {"at": step}, {"at": 5})], ids=["none", "given"]
+)
+def test_rewards_are_told_how_far_the_run_is(given, expected):
+    told = []
+
+    class Told(Plain):
+        def score(self, samples, *, state=None):
+            told.append(dict(state))
+            return super().score(samples, state=state)
+
+    evaluator(Told(lambda s: 1.0), script=lambda request, sample: (A, STOP), state_at=given)(5)
+    assert told == [expected]
+
+
+def test_the_reference_of_a_fresh_adapter_is_no_second_copy():
+    adapted = add_adapter(load("tiny"), rank=2)
+    assert Reference(PolicyModel(adapted.model)).weights is None
+    assert Reference(PolicyModel(load("tiny").model)).weights is not None
