@@ -124,22 +124,15 @@ def build(job: Job) -> Built:
         spell = partial(token_bytes, policy.tokenizer)
         learner.watches.append(Records(run, options, model=engine.hash, tokenizer=fingerprint(policy), pieces=spell))
 
-    order = getattr(learner.collector, "order", None)
+    state_at = partial(run_state, options, getattr(learner.collector, "order", None))
+    watched: dict[str, Any] = {"reference": reference, "state_at": state_at, "ranks": updater.ranks}
     return build_policy(
         learner,
         loop_options(options, main="reward"),
         policy=policy,
         module=module,
         optimizer=updater.optimizer,
-        evaluate=_evaluator(
-            job,
-            asked,
-            parts,
-            arena,
-            reference=reference,
-            state_at=partial(run_state, options, order),
-            ranks=updater.ranks,
-        ),
+        evaluate=_evaluator(job, asked, parts, arena, **watched),
         watch_run=record,
         prompts="chat" if played is not None else None if rows is None else style_of(rows),
     )

@@ -90,12 +90,8 @@ class RLLearner:
         self.baseline = EMABaseline(decay=0.9)
         self.replay: Replay | None = None
         if options.replay.on:
-            self.replay = Replay(
-                options,
-                prepare=self._prepare_replayed,
-                own_loss=loss is not None,
-                ranks=self.ranks,
-            )
+            prepare, own = self._prepare_replayed, loss is not None
+            self.replay = Replay(options, prepare=prepare, own_loss=own, ranks=self.ranks)
         self._meter = Meter()
         self._metrics: dict[str, float] = {}
         self._terms: tuple[str, ...] = ()
