@@ -155,8 +155,8 @@ MUTANTS = [
     Mutant(
         "greedy evaluation samples",
         "recipes/evaluate.py",
-        "self._answer(replace(self.sampling, temperature=0.0), 1)",
-        "self._answer(self.sampling, 1)",
+        "self._answers(replace(self.sampling, temperature=0.0), 1)",
+        "self._answers(self.sampling, 1)",
         ("recipes/test_evaluate.py::test_answers_are_the_likeliest_whatever_training_samples_with",),
     ),
     Mutant(
