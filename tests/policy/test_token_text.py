@@ -20,6 +20,7 @@ def tokenizer_of(name, text):
         ("XX<0xE2>", "\ufffd", b"XX<0xE2>"),
         ("â", "\ufffd", b"\xe2"),
         ("®", "\ufffd", b"\xae"),
+        ("®漢", "\ufffd", "®漢".encode()),
         ("▁word", "word", b" word"),
         ("<|im_end|>", "<|im_end|>", b"<|im_end|>"),
         (None, "", b"<unused 7>"),

@@ -28,6 +28,7 @@ def test_an_answer_is_read_as_mathematics_however_it_is_marked(gold):
 
     assert math(r"so it is $\frac{2}{4}$", {"answer": gold}) == 1.0
     assert math(r"so it is $\frac{1}{3}$", {"answer": gold}) == 0.0
+    assert math("so it is $x^2+1$", {"answer": "x^2+1"}) == 1.0
 
 
 def test_settings_that_json_cannot_hold_are_not_written(tmp_path):
