@@ -227,8 +227,8 @@ MUTANTS = [
     Mutant(
         "the native engine shares the trainer's memory",
         "rollout/llama.py",
-        "weight.detach().to(self.dtype, copy=True)",
-        "weight.detach().to(self.dtype)",
+        "whole(weight.detach()).to(self.dtype, copy=True)",
+        "whole(weight.detach()).to(self.dtype)",
         ("rollout/test_native.py::test_what_is_loaded_is_a_copy",),
     ),
     Mutant(

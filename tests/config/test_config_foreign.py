@@ -201,7 +201,7 @@ def test_what_has_no_effect_is_said(caplog):
     assert [r.getMessage() for r in caplog.records] == [
         "`logging_steps` has no effect: every step is logged",
         "`trainer.nnodes` has no effect: it places work on GPUs, and the result does not depend on it; processes are "
-        "started by `accelerate launch`",
+        "started by `torchrun`",
     ]
 
 

@@ -17,8 +17,8 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def processes(count: int, place: Path, *arguments: str) -> None:
-    """A command in so many processes that train together, all of which must end well."""
+def started(count: int, place: Path, *arguments: str) -> list[int]:
+    """A command in so many processes that train together: their ids."""
     port, children = str(free_port()), []
     for rank in range(count):
         child = os.fork()
@@ -36,4 +36,14 @@ def processes(count: int, place: Path, *arguments: str) -> None:
             finally:
                 os._exit(code)
         children.append(child)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * count
+    return children
+
+
+def ended(children: list[int]) -> list[int]:
+    """How processes ended: their exit codes, or minus the signal."""
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def processes(count: int, place: Path, *arguments: str) -> None:
+    """A command in so many processes, all of which must end well."""
+    assert ended(started(count, place, *arguments)) == [0] * count

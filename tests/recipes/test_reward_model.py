@@ -37,9 +37,9 @@ from rolecall.train.exit_codes import ExitCode
 from rolecall.train.loop import Loop, LoopOptions
 from rolecall.train.manifest import RefusedCheckpointError
 from rolecall.train.optim import make_optimizer
-from rolecall.train.persist import NotFinite
 from rolecall.train.progress import Quiet
 from rolecall.train.rundir import RunDir
+from rolecall.train.state import NotFinite
 from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
 

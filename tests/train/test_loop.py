@@ -14,9 +14,9 @@ from rolecall.train.checkpoint import latest
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.loop import Loop, LoopOptions
 from rolecall.train.peers import PeerLost, Peers
-from rolecall.train.persist import NotFinite
 from rolecall.train.progress import Quiet
 from rolecall.train.rundir import RunDir
+from rolecall.train.state import NotFinite
 from rolecall.train.timing import Timer
 
 

@@ -59,7 +59,7 @@ class ToolsEnv:
 class TRLEnv(ToolsEnv):
     """A class as TRL's `environment_factory` takes it, unchanged.
 
-    It is made without arguments. `reset(**row)` may return a text, which is put behind the last message of the row's
+    It is made without arguments. `reset(**row)` may return a text, which is put after the last message of the row's
     prompt. Every other public method is a tool. The first message without a call ends the episode; its reward is that
     of `get_reward()`, or the attribute `reward`, if there is either.
     """

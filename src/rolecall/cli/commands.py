@@ -49,12 +49,20 @@ COMMANDS = (
     _uses("rescore", "another reward for the answers a run has stored", "use:RescoreOptions", "printing:rescore"),
     _uses("eval", "how good a model is on held-out rows", "use:EvalOptions", "printing:evaluate"),
     _uses("generate", "answers from a model, whole or token by token", "use:GenerateOptions", "tokens:generate"),
+    _uses("serve", "a model behind HTTP, tokens in and out", "use:ServeOptions", "printing:serve"),
     _uses("play", "episodes of several turns, as a conversation or token by token", "use:PlayOptions", "tokens:play"),
     _uses(
         "report",
         "a page to look at a run: curves, and answers token by token",
         "use:ReportOptions",
         "printing:report",
+        light=True,
+    ),
+    _uses(
+        "doctor",
+        "what looks wrong with a run, which answers show it, what to try first",
+        "use:DoctorOptions",
+        "printing:doctor",
         light=True,
     ),
     _uses(

@@ -10,12 +10,15 @@ from typing import Any
 
 from rolecall.cli.progress import display
 from rolecall.config.use import (
+    KEY_VARIABLE,
     ConformanceOptions,
+    DoctorOptions,
     EnvOptions,
     EvalOptions,
     PushOptions,
     ReportOptions,
     RescoreOptions,
+    ServeOptions,
 )
 from rolecall.visible import visible_text
 
@@ -51,6 +54,22 @@ def evaluate(options: EvalOptions) -> None:
         print(f"{found.numbers['failed']:.1%} of the rewards failed", file=sys.stderr)
 
 
+def serve(options: ServeOptions) -> None:
+    """Where the server is, and how to sample from it."""
+    from rolecall.jobs.serve import Serving, run
+
+    def ready(serving: Serving) -> None:
+        print(f"serving {visible_text(serving.model)} ({serving.engine}, {serving.dtype}) on {serving.url}")
+        if serving.own_key:
+            print(f"export {KEY_VARIABLE}={serving.key}")
+        sys.stdout.flush()
+        if not serving.loopback:
+            print("others can reach this address: the key and all tokens travel in the clear", file=sys.stderr)
+
+    display(quiet=False)
+    run(options, ready)
+
+
 def rescore(options: RescoreOptions) -> None:
     """What came out, and how to train on it."""
     from rolecall.jobs.rescore import run_from
@@ -73,6 +92,24 @@ def report(options: ReportOptions) -> None:
     print(f"report: {made.path} ({made.path.stat().st_size / 1e3:,.0f} kB)")
     if made.pictures:
         print(f"curves: {len(made.pictures)} pictures in {made.path.parent / 'curves'}")
+
+
+def doctor(options: DoctorOptions) -> int:
+    """The findings; 1 if there are any."""
+    from rolecall.jobs.doctor import doctor
+
+    found = doctor(options.run)
+    if options.json:
+        print(json.dumps([asdict(one) for one in found]))
+        return int(bool(found))
+    for one in found:
+        print(f"{one.kind} ({one.sure}), steps {one.steps[0]} to {one.steps[1]}")
+        places = [f"step {s} answer {i}{'' if t is None else f' token {t}'}" for s, i, t in one.evidence]
+        lines = [one.sentence, *([f"see: {', '.join(places)}"] if places else []), f"try: {one.setting}"]
+        print(indent("\n".join([*lines, f"in our run with this fault: {one.did}"]), "  "), end="\n\n")
+    what = f"{len(found)} finding{'s' if len(found) > 1 else ''}" if found else "nothing found"
+    print(f"{options.run}: {what}; an audit of what is recorded, not a prophecy (docs/doctor.md)")
+    return int(bool(found))
 
 
 def push(options: PushOptions) -> None:

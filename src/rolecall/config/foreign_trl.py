@@ -1,9 +1,9 @@
 """TRL's names (GRPOConfig, GRPOTrainer and what they inherit of transformers' TrainingArguments)."""
 
-import os
 from typing import Any
 
 from rolecall.config.foreign import Differs, Foreign, Settings, choice, differs, from_peft, made, same, unused
+from rolecall.config.plan import processes
 
 
 def _whole(value: Any) -> int:
@@ -18,7 +18,7 @@ def _answers(given: Settings) -> int:
     if given.get("generation_batch_size") is not None:
         return _whole(given["generation_batch_size"])
     parts = _whole(given.get("steps_per_generation", given.get("gradient_accumulation_steps", 1)))
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = processes()
     return _whole(given["per_device_train_batch_size"]) * ranks * parts
 
 
@@ -54,7 +54,7 @@ def _minibatches(value: Any, given: Settings) -> Settings:
 
 
 def _rows_batch(value: Any, given: Settings) -> Settings:
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = processes()
     return {"batch": _whole(value) * _whole(given.get("gradient_accumulation_steps", 1)) * ranks}
 
 

@@ -215,8 +215,8 @@ VERL = (
     unused("trainer.project_name", "a run is called by its directory, `out`", "out"),
     unused("trainer.experiment_name", "a run is called by its directory, `out`", "out"),
     same("trainer.max_actor_ckpt_to_keep", "save.keep"),
-    unused("trainer.n_gpus_per_node", f"{_PLACEMENT}; processes are started by `accelerate launch`"),
-    unused("trainer.nnodes", f"{_PLACEMENT}; processes are started by `accelerate launch`"),
+    unused("trainer.n_gpus_per_node", f"{_PLACEMENT}; processes are started by `torchrun`"),
+    unused("trainer.nnodes", f"{_PLACEMENT}; processes are started by `torchrun`"),
     unused("trainer.val_before_train", "with `eval.every` the first evaluation is before the first step", "eval.every"),
     differs(
         "trainer.critic_warmup", ["algorithm.critic_from"], "the critic starts from `algorithm.critic_from`", off=(0,)

@@ -254,7 +254,7 @@ class MARLOptions(RunOptions):
             raise ValueError("network and variables are for environments in processes of their own: give workers too")
         if self.rewards == "individual" and self.algo in ("vdn", "qmix"):
             raise ValueError(f"{self.algo} learns what the team gets: use rewards team, or iql, ippo or mappo")
-        if self.device != "cpu":
+        if self.device not in ("auto", "cpu"):
             raise ValueError("networks of agents are small and train on the cpu: leave out device")
 
     @property

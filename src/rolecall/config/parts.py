@@ -1,8 +1,10 @@
 """Groups of options that several commands share."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from rolecall.config.plan import processes
 from rolecall.config.sampling import Sampling
 
 
@@ -28,12 +30,15 @@ class RunOptions:
     the rest is for saving. Keep it below what your scheduler allows before it kills."""
     rank_timeout: float = 60.0
     """In a job of several processes: seconds without a sign of life after which a process counts as lost."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """Where the model trains. Engines sample on the CPU."""
+    device: str = "auto"
+    """Where the model trains: `cpu`, `cuda`, `cuda:1`, `mps` or `xpu`; `auto` is the accelerator if torch finds one, else the CPU.
+    The native engine samples on the CPU, so elsewhere answers come from the hf engine."""
     quiet: bool = False
     """Say nothing while running."""
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", self.device):
+            raise ValueError(f"device must be auto, cpu, cuda, cuda:NUMBER, mps or xpu, got {self.device!r}")
         if self.extend and not self.resume:
             raise ValueError("extend adds steps to a run that is there: give resume too")
         if self.strict and not self.resume:
@@ -170,6 +175,24 @@ class OptimOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainerOptions:
+    """How the processes that torchrun starts hold the model."""
+
+    shard: Literal["auto", "none", "ddp", "fsdp2"] = "auto"
+    """`ddp`: every process holds all of it. `fsdp2`: weights, gradients, optimiser, reference and critic lie in parts on
+    all of them. `none`: one process. `auto` is `none` for one process and `ddp` for several."""
+    offload: tuple[Literal["reference", "optimizer"], ...] = ()
+    """With fsdp2 on an accelerator: what lies in the host's memory while it is not used. `optimizer` is the policy's
+    weights, gradients and moments."""
+
+    def __post_init__(self) -> None:
+        if self.shard == "none" and processes() > 1:
+            raise ValueError(f"train.shard none is for one process, and there are {processes()}: give ddp or fsdp2")
+        if self.offload and self.shard != "fsdp2":
+            raise ValueError("train.offload is for parts of a sharded model: give train.shard fsdp2 too")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """What samples the answers."""
 
@@ -179,6 +202,25 @@ class EngineOptions:
     """The sampler's dtype; the model's if not given."""
     max_rows: int = 256
     """Answers that grow at a time."""
+    workers: int = 0
+    """Processes that sample, each with an engine of its own (docs/cluster.md); 0: the one that trains."""
+    worker_prompts: int = 1
+    """Prompts that a worker answers together. Answers depend on it (a little), but not on the number of workers."""
+    worker_threads: int = 1
+    """Threads of each worker."""
+    worker_silence: float = 20.0
+    """Seconds without a sign of life after which a worker is replaced and its prompts are given to another."""
+    worker_deadline: float = 600.0
+    """Seconds that a worker may take for its prompts before the same happens."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 0 or self.worker_prompts < 1 or self.worker_threads < 1:
+            raise ValueError(
+                "engine.workers is 0 or a number of processes, worker_prompts and worker_threads are at least 1, got "
+                f"{self.workers}, {self.worker_prompts} and {self.worker_threads}"
+            )
+        if not (self.worker_silence > 0 and self.worker_deadline > 0):
+            raise ValueError("engine.worker_silence and worker_deadline must be above 0 seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +282,7 @@ class TrainingOptions(RunOptions):
     policy: PolicyOptions = field(default_factory=PolicyOptions)
     chat: ChatOptions = field(default_factory=ChatOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
+    train: TrainerOptions = field(default_factory=TrainerOptions)
     eval: HeldOutOptions = field(default_factory=HeldOutOptions)
     save: SaveOptions = field(default_factory=SaveOptions)
 

@@ -14,9 +14,14 @@ def passes_line(epochs: float, per_step: int) -> str:
     return f"in all: {epochs:g} passes over the training rows, {epochs:g} x rows / {per_step} steps, rounded up"
 
 
+def processes() -> int:
+    """How many were started to train together."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def ranks_line(count: int, what: str) -> str:
     """How a step is shared by the processes that torchrun started, if it did."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = processes()
     if ranks == 1:
         return "ranks: 1"
     return f"ranks: {ranks}, each with {count // ranks} to {-(-count // ranks)} of the {count} {what}"

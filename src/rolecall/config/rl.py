@@ -88,7 +88,7 @@ class AlgorithmOptions:
     lam: float = 0.95
     """GAE's lambda."""
     bootstrap_truncated: bool = False
-    """Take the critic's value behind an answer that was cut off, instead of 0."""
+    """Take the critic's value after an answer that was cut off, instead of 0."""
     whiten_rewards: bool = False
     """Scale per-token rewards to unit variance, without a shift."""
     train_stop: bool = True

@@ -1,7 +1,34 @@
-"""How to draw tokens: an option of every command that samples, and part of every request to an engine."""
+"""How to draw tokens, an option of every command that samples and part of every request to an engine; and why an answer ended."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal
+
+
+class Finish(StrEnum):
+    """Why an answer or episode ended."""
+
+    STOP = "stop"
+    """The policy chose a stop id; it is the last token."""
+    STOP_STRING = "stop_string"
+    """The text ended with a stop string; its tokens are content."""
+    LENGTH = "length"
+    """Cut off: max_new_tokens or the context was used up."""
+    TOOL = "tool"
+    """Ended with a tool call; the episode continues."""
+    MAX_TURNS = "max_turns"
+    """Cut off: no turns left."""
+    TIMEOUT = "timeout"
+    """Cut off: no time left."""
+    ENVIRONMENT = "environment"
+    """The environment ended the episode."""
+    ABORT = "abort"
+    """Broken off by an error; recorded and counted, never trained."""
+
+    @property
+    def truncated(self) -> bool:
+        """Cut off by a limit rather than ended by the policy or the environment."""
+        return self in (Finish.LENGTH, Finish.MAX_TURNS, Finish.TIMEOUT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

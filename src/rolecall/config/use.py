@@ -98,6 +98,34 @@ class GenerateOptions(ModelUseOptions):
             raise ValueError("a system message needs the chat template: leave out --no-chat, or put it into the prompt")
 
 
+KEY_VARIABLE = "ROLECALL_SERVER_KEY"
+"""The environment variable that holds a server's key, for who serves and for who asks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """A model behind HTTP: tokens in and out, and for clients of OpenAI's API. Every request needs the key in
+    the environment variable ROLECALL_SERVER_KEY; without one, a key is made and printed."""
+
+    command: ClassVar[str] = "serve"
+    model: str = field(metadata={"bare": True})
+    """`tiny`, a model directory, a .gguf file, a Hugging Face hub id, or a run's directory."""
+    host: str = "127.0.0.1"
+    """The address to listen on. Another one than this machine's own sends key and tokens over the network in the clear."""
+    port: int = 8750
+    """0 is any that is free."""
+    hosts: tuple[str, ...] = ()
+    """Names by which others call this server, beside `host` and localhost; repeat the flag for several."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The numbers to compute in."""
+    policy: LoadOptions = field(default_factory=LoadOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"port must lie in 0..65535, got {self.port}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlayOptions(ModelUseOptions):
     """Episodes of several turns, as a conversation or token by token."""
@@ -155,6 +183,20 @@ class ReportOptions:
     """The file to write; report.html in the run's directory if not given."""
     png: bool = False
     """Also write each curve as a picture into `curves/` beside the page (needs `rolecall[plot]`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """What looks wrong with a run, from its files: how sure, which steps and answers show it, and the setting to try first.
+
+    The exit code is 1 if something is found.
+    """
+
+    command: ClassVar[str] = "doctor"
+    run: str = field(metadata={"bare": True})
+    """The directory of a run; one that still goes on is looked at as far as it is."""
+    json: bool = False
+    """Print the findings as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)

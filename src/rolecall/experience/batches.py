@@ -6,6 +6,7 @@ from itertools import chain
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rolecall.experience.supports import flat_supports
@@ -77,7 +78,7 @@ _FILL: dict[str, float] = {
     "weights": 1,
     "replayed": False,
 }
-"""What stands where a batch has nothing: behind a row's end, or in a field that only the other batch has. Else NaN."""
+"""What stands where a batch has nothing: after a row's end, or in a field that only the other batch has. Else NaN."""
 
 
 def join(fresh: Batch, replayed: Batch) -> Batch:
@@ -102,7 +103,7 @@ def join(fresh: Batch, replayed: Batch) -> Batch:
 
 
 def _both_supports(fresh: Batch, replayed: Batch, time: int) -> Supports | None:
-    """What could be drawn at the positions of both, the ids of one behind those of the other."""
+    """What could be drawn at the positions of both, the ids of one after those of the other."""
     if fresh.supports is None and replayed.supports is None:
         return None
     none = torch.zeros(0, dtype=torch.int32)
@@ -132,3 +133,8 @@ def _filled(name: str, tensor: Tensor | None, rows: int, time: int, *, like: Ten
     if tensor.dim() == 1:
         return tensor
     return torch.nn.functional.pad(tensor, (0, time - tensor.shape[1]), value=fill)
+
+
+def as_numpy(tensor: Tensor, dtype: torch.dtype) -> NDArray:
+    """A tensor's values, wherever it lives."""
+    return tensor.detach().to("cpu", dtype).numpy()

@@ -64,7 +64,7 @@ class Joined:
         return per_row[[rows[-1] for rows in self.rows]] if self.cut else per_row
 
     def join(self, per_position: Tensor) -> Tensor:
-        """[batch, time] -> [sequences, longer time], 0 behind the end."""
+        """[batch, time] -> [sequences, longer time], 0 after the end."""
         if not self.cut:
             return per_position
         width = max(sum(self._lengths[row] for row in rows) for rows in self.rows)
@@ -75,7 +75,7 @@ class Joined:
         return out
 
     def split(self, per_sequence: Tensor, width: int) -> Tensor:
-        """Back: [sequences, longer time] -> [batch, width], 0 behind the end; [sequences] -> [batch]."""
+        """Back: [sequences, longer time] -> [batch, width], 0 after the end; [sequences] -> [batch]."""
         if not self.cut:
             return per_sequence
         if per_sequence.dim() == 1:

@@ -10,9 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import torch
 from numpy.typing import DTypeLike, NDArray
-from torch import Tensor
 
 import rolecall
 from rolecall.files import write_atomically
@@ -190,7 +188,7 @@ class Ragged:
         return rows
 
     def rectangle(self, time: int, fill: float) -> NDArray:
-        """As [rows, time], `fill` behind each row's end."""
+        """As [rows, time], `fill` after each row's end."""
         out = np.full((len(self.lengths), time), fill, self.values.dtype)
         out[_inside(self.lengths, time)] = self.values
         return out
@@ -228,8 +226,3 @@ def _extents(rows: Iterable[Sequence[float] | NDArray | None]) -> tuple[NDArray,
 
 def _inside(lengths: NDArray, time: int) -> NDArray:
     return np.arange(time) < lengths[:, None]
-
-
-def as_numpy(tensor: Tensor, dtype: torch.dtype) -> NDArray:
-    """A tensor's values, wherever it lives."""
-    return tensor.detach().to("cpu", dtype).numpy()

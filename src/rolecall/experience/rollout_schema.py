@@ -1,4 +1,4 @@
-"""The columns of a rollouts file, and what earlier versions lack. docs/files.md explains them."""
+"""The columns of a rollouts file, what earlier versions lack, and the columns of an updates file. docs/files.md explains them."""
 
 from dataclasses import replace
 
@@ -104,3 +104,22 @@ _UNCUT = [
 ]
 UNCUT = replace(ROLLOUTS, version=3, schema=pa.schema(_UNCUT))
 """What is written where no vocabulary was cut, so that older versions read it."""
+
+
+UPDATES = Format(
+    name="updates",
+    version=1,
+    schema=pa.schema(
+        [
+            pa.field("step", pa.int64(), nullable=False),
+            pa.field("rollout_step", pa.int64(), nullable=False),
+            pa.field("trajectory", pa.int64(), nullable=False),
+            pa.field("epoch", pa.int64(), nullable=False),
+            pa.field("minibatch", pa.int64(), nullable=False),
+            pa.field("verdicts", CODES, nullable=False),
+            pa.field("weights", FLOATS),
+            pa.field("logprobs", FLOATS),
+            pa.field("ratio", FLOATS),
+        ]
+    ),
+)

@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rolecall.experience.batches import as_numpy
 from rolecall.experience.parquet import (
     CODES,
     FLOATS,
     IDS,
     Ragged,
     StoreError,
-    as_numpy,
     flattened,
     nested,
     read_table,

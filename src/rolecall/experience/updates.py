@@ -14,36 +14,19 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from rolecall.experience.batches import as_numpy
 from rolecall.experience.parquet import (
     CODES,
     FLOATS,
-    Format,
     Ragged,
-    as_numpy,
     list_of,
     read_table,
     row_by_row,
     table_of,
     write_table,
 )
+from rolecall.experience.rollout_schema import UPDATES as UPDATES
 
-UPDATES = Format(
-    name="updates",
-    version=1,
-    schema=pa.schema(
-        [
-            pa.field("step", pa.int64(), nullable=False),
-            pa.field("rollout_step", pa.int64(), nullable=False),
-            pa.field("trajectory", pa.int64(), nullable=False),
-            pa.field("epoch", pa.int64(), nullable=False),
-            pa.field("minibatch", pa.int64(), nullable=False),
-            pa.field("verdicts", CODES, nullable=False),
-            pa.field("weights", FLOATS),
-            pa.field("logprobs", FLOATS),
-            pa.field("ratio", FLOATS),
-        ]
-    ),
-)
 _PLACE = ("step", "rollout_step", "trajectory", "epoch", "minibatch")
 """The columns that say which row it is."""
 _POSITIONS = ("weights", "logprobs", "ratio")
@@ -89,7 +72,7 @@ class UpdateRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MiniBatch:
-    """What one mini-batch did with its trajectories: `UpdateRow`s as [batch, time] tensors, padded behind."""
+    """What one mini-batch did with its trajectories: `UpdateRow`s as [batch, time] tensors, padded at the end."""
 
     step: int
     epoch: int

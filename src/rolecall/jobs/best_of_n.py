@@ -46,7 +46,7 @@ def build(job: Job) -> Built:
     """The parts of a run."""
     options = job.options
     if job.accelerator.num_processes > 1:
-        raise UserError("best-of-n runs in one process: start it without accelerate launch")
+        raise UserError("best-of-n runs in one process: start it without torchrun")
     held_out = HeldOutOptions(every=1, rows=options.count) if options.split == "test" else HeldOutOptions()
     if options.split == "test" and not is_task(options.rows):
         raise UserError("split is for tasks: these rows are used as they are, so leave it out")

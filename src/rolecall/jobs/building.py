@@ -1,5 +1,6 @@
 """What a command's `build` gets, and the parts that it makes a run of."""
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -9,17 +10,23 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from rolecall.config.parts import OptimOptions
-from rolecall.policy.load import LoadedModel, save
-from rolecall.policy.lora import export, has_adapter
+from rolecall.errors import UserError
+from rolecall.policy.load import LoadedModel, save, save_about
+from rolecall.policy.lora import assembled, export, has_adapter
 from rolecall.policy.model import PolicyModel
+from rolecall.policy.sharded import is_sharded
 from rolecall.train.learner import Learner
 from rolecall.train.loop import LoopOptions
 from rolecall.train.optim import make_optimizer
-from rolecall.train.persist import read_checkpoint, write_checkpoint
+from rolecall.train.parts import Parts
+from rolecall.train.persist import read_checkpoint, read_parts, write_checkpoint, write_parts
+from rolecall.train.ranks import Ranks
+from rolecall.train.reference import Reference
 from rolecall.train.rundir import RunDir
 from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
+
+_log = logging.getLogger("rolecall")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +52,11 @@ class Built:
     """Puts all state, and the given extra, into a checkpoint's directory."""
     read: Callable[[Path], dict[str, Any]]
     """Puts it back from there, the learner's included, and returns the extra."""
-    save_model: Callable[[Path], None] | None = None
-    """Writes the final model; None if the job makes none."""
+    save_model: Callable[..., None] | None = None
+    """Writes the final model; None if the job makes none. Of a sharded one all ranks call it, others than the first
+    without a directory."""
+    parts: Parts | None = None
+    """What lies in parts on all ranks, if anything does."""
     module: torch.nn.Module | None = None
     """What trains; a run that diverged leaves a model only if it is finite."""
     evaluate: Callable[[int], dict[str, float]] | None = None
@@ -59,37 +69,85 @@ class Built:
     """How prompts are put to the model: chat (messages in its template) or text; None if unknown, or both."""
 
 
-def prepared(module: torch.nn.Module, options: OptimOptions, accelerator: Accelerator, timer: Timer) -> Updater:
-    """What trains a module: it and its optimiser, made ready for the device and the processes."""
-    wrapped, optimizer = accelerator.prepare(module, make_optimizer(module, options))
+def prepared(module: torch.nn.Module, job: Job, *, reference: Reference | None = None) -> Updater:
+    """What trains a module: it and its optimiser, made ready for the device and the processes, and so is the reference."""
+    options, accelerator = job.options, job.accelerator
+    optim, train, device = options.optim, options.train, accelerator.device
+    wrapped: torch.nn.Module = module
+    if train.shard == "fsdp2":
+        if train.offload and device.type == "cpu":
+            raise UserError(
+                "train.offload moves to the host's memory what lies on an accelerator: leave it out on the CPU"
+            )
+        if accelerator.num_processes == 1:
+            _log.info("fsdp2 with one process: its only part is the whole model")
+        from rolecall.policy.sharding import mesh_of, shard
+
+        mesh = mesh_of(device, job.stack)
+        how = {"mixed_precision": options.policy.mixed_precision}
+        shard(module, mesh, offload="optimizer" in train.offload, **how)
+        if reference is not None and reference.frozen is not None:
+            shard(reference.frozen, mesh, offload="reference" in train.offload, frozen=True, **how)
+        optimizer: torch.optim.Optimizer = make_optimizer(module, optim)
+    else:
+        wrapped, optimizer = accelerator.prepare(module, make_optimizer(module, optim))
+        if reference is not None and reference.frozen is not None:
+            reference.frozen.to(device)
     return Updater(
         accelerator,
         wrapped,
         optimizer,
-        token_budget=options.token_budget,
-        max_grad_norm=options.max_grad_norm,
-        timer=timer,
+        token_budget=optim.token_budget,
+        max_grad_norm=optim.max_grad_norm,
+        timer=job.timer,
     )
 
 
 def build_policy(
-    learner: Learner, loop: LoopOptions, *, policy: LoadedModel, module: PolicyModel, optimizer: Any, **more: Any
+    learner: Learner,
+    loop: LoopOptions,
+    *,
+    policy: LoadedModel,
+    module: PolicyModel,
+    optimizer: Any,
+    ranks: Ranks,
+    **more: Any,
 ) -> Built:
     """The parts of a job that trains a policy."""
 
+    parts = parts_of(module, optimizer, ranks, lambda: getattr(learner, "refreshed", None) or {})
+
     def write(directory: Path, extra: dict[str, Any]) -> None:
         state = learner.state_dict()
-        write_checkpoint(directory, policy=policy, module=module, optimizer=optimizer, learner=state, extra=extra)
+        if parts is not None:
+            save_about(policy, directory)
+            write_parts(directory, parts, learner=state, extra=extra)
+        else:
+            write_checkpoint(directory, policy=policy, module=module, optimizer=optimizer, learner=state, extra=extra)
 
     def read(directory: Path) -> dict[str, Any]:
-        state, extra = read_checkpoint(directory, policy=policy, module=module, optimizer=optimizer)
+        if parts is not None:
+            state, extra = read_parts(directory, parts)
+        else:
+            state, extra = read_checkpoint(directory, policy=policy, module=module, optimizer=optimizer)
         learner.load_state_dict(state)
         return extra
 
-    def save_model(directory: Path) -> None:
-        (export if has_adapter(policy) else save)(policy, directory)
+    def save_model(directory: Path | None) -> None:
+        whole = policy if parts is None else assembled(policy, keep=directory is not None)
+        if directory is not None:
+            (export if has_adapter(whole) else save)(whole, directory)
 
-    return Built(learner=learner, loop=loop, write=write, read=read, save_model=save_model, module=module, **more)
+    return Built(
+        learner=learner, loop=loop, write=write, read=read, save_model=save_model, module=module, parts=parts, **more
+    )
+
+
+def parts_of(
+    module: torch.nn.Module, optimizer: Any, ranks: Ranks, more: Callable[[], Mapping[str, Any]] = dict
+) -> Parts | None:
+    """What of a run lies in parts on all ranks; None if nothing does. `more` as in `Parts`."""
+    return Parts(module, optimizer, ranks, more) if is_sharded(module) else None
 
 
 def loop_options(options: Any, *, main: str, lower: bool = False) -> LoopOptions:

@@ -56,8 +56,9 @@ def build(job: Job) -> Built:
         held = rendered_pairs(held_out, policy, options.chat, **limits).pairs
     module = PolicyModel(policy.model)
     options = steps_of(options, pairs, options.batch)
-    updater = prepared(module, options.optim, job.accelerator, job.timer)
-    learner = DPOLearner(options, updater=updater, reference=Reference(module), pairs=pairs)
+    reference = Reference(module)
+    updater = prepared(module, job, reference=reference)
+    learner = DPOLearner(options, updater=updater, reference=reference, pairs=pairs)
     of_task = is_task(options.rows) and options.eval.data is None
     answers = (
         task_evaluator(options, policy, options.rows, job.stack, updater.ranks)
@@ -70,6 +71,7 @@ def build(job: Job) -> Built:
         policy=policy,
         module=module,
         optimizer=updater.optimizer,
+        ranks=updater.ranks,
         evaluate=None if held is None else partial(_evaluate, learner, held, answers),
         prompts=style_of(rows),
     )

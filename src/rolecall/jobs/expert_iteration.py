@@ -48,7 +48,7 @@ def build(job: Job) -> Built:
         if some is not None:
             check_prompts(some, policy, options.chat)
     module = PolicyModel(policy.model)
-    updater = prepared(module, options.optim, job.accelerator, timer)
+    updater = prepared(module, job)
     engine = sampler(policy, options)
     asker = Asker(
         policy=policy,
@@ -86,6 +86,7 @@ def build(job: Job) -> Built:
         policy=policy,
         module=module,
         optimizer=updater.optimizer,
+        ranks=updater.ranks,
         evaluate=evaluate,
         watch_run=partial(setattr, learner, "run"),
         prompts=style_of(found.train),

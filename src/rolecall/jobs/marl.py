@@ -19,9 +19,8 @@ from rolecall.recipes.marl_records import EpisodeRecords
 from rolecall.train.callbacks import Given
 from rolecall.train.manifest import RefusedCheckpointError
 from rolecall.train.optim import make_optimizer
-from rolecall.train.persist import NotFinite
 from rolecall.train.progress import Progress
-from rolecall.train.state import first_non_finite, read_state, write_state
+from rolecall.train.state import NotFinite, first_non_finite, read_state, write_state
 from rolecall.train.step import Updater
 
 _STATE = "trainer"

@@ -28,11 +28,14 @@ from rolecall.policy.lora import (
     set_dropout,
 )
 from rolecall.policy.quantize import quantized
+from rolecall.policy.sharded import in_parts
 from rolecall.rewards.model import RewardModelReward
 from rolecall.rollout.engine import Engine
 from rolecall.rollout.open import open_engine
+from rolecall.rollout.pool import EnginePool
 from rolecall.train import checkpoint
 from rolecall.train.manifest import DamagedCheckpointError, check_model
+from rolecall.train.timing import Timer
 
 _log = logging.getLogger("rolecall")
 
@@ -131,10 +134,15 @@ def start_reward_model(name: str, options: Any) -> RewardModel:
     return RewardModel.from_policy(open_model(name, **how), seed=options.seed)
 
 
-def sampler(policy: LoadedModel, options: Any) -> Engine:
-    """The engine that the options ask for, with the policy's weights."""
-    plain = merged(policy) if has_adapter(policy) else policy
-    return open_engine(plain, name=options.engine.name, dtype=engine_dtype(options), max_rows=options.engine.max_rows)
+def sampler(policy: LoadedModel, options: Any, *, timer: Timer | None = None) -> Engine:
+    """The engine that the options ask for, with the policy's weights. Workers tell the timer how long they took."""
+    plain = merged(policy) if has_adapter(policy) or in_parts(policy.model) else policy
+    o = options.engine
+    how: dict[str, Any] = {"name": o.name, "dtype": engine_dtype(options), "max_rows": o.max_rows}
+    if not o.workers:
+        return open_engine(plain, **how)
+    reads = reading(options.policy) | {"dtype": getattr(options.policy, "dtype", "float32")}
+    return EnginePool(plain, o, how=how, reads=reads, add=(timer or Timer()).add)
 
 
 def engine_dtype(options: Any) -> torch.dtype | None:

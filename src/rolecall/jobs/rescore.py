@@ -154,7 +154,7 @@ def _broken_off(old: Rollouts, row: int) -> bool:
 
 
 def _sample(old: Rollouts, rows: Sequence[int], table: Rows, number: int) -> Sample:
-    """An answer, or the messages behind an episode's prompt, as they were scored in the run."""
+    """An answer, or the messages after an episode's prompt, as they were scored in the run."""
     trajectories, details = [old.trajectories[row] for row in rows], old.details[rows[0]]
     row, said = table[details.prompt or 0], details.messages
     if said is None:

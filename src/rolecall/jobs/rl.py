@@ -91,9 +91,10 @@ def build(job: Job) -> Built:
         if some is not None and played is None:
             check_prompts(some, policy, options.chat)
     module = _module(policy, options)
-    updater = prepared(module, options.optim, job.accelerator, job.timer)
-    reference = Reference(module) if options.algorithm.kl_coef > 0 else None  # now on the module's device
-    engine = sampler(policy, options)
+    reference = Reference(module) if options.algorithm.kl_coef > 0 else None
+    updater = prepared(module, job, reference=reference)
+    engine = sampler(policy, options, timer=job.timer)
+    job.stack.callback(getattr(engine, "close", lambda: None))
     dtype = engine_dtype(options) or policy.model.dtype
     guard = Guard(options, policy=policy, updater=updater, engine=engine, engine_dtype=dtype)
     warn_if_support_is_cut(options.sampling)
@@ -132,6 +133,7 @@ def build(job: Job) -> Built:
         policy=policy,
         module=module,
         optimizer=updater.optimizer,
+        ranks=updater.ranks,
         evaluate=_evaluator(job, asked, parts, arena, **watched),
         watch_run=record,
         prompts="chat" if played is not None else None if rows is None else style_of(rows),

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.config.training import RMOptions
-from rolecall.jobs.building import Built, Job, loop_options, prepared
+from rolecall.jobs.building import Built, Job, loop_options, parts_of, prepared
 from rolecall.jobs.data import preferences, steps_of
 from rolecall.jobs.models import start_reward_model
 from rolecall.jobs.running import Run, train
+from rolecall.policy.sharded import gathered
 from rolecall.recipes.reward_model import (
     RewardModelLearner,
     centre,
@@ -22,6 +23,7 @@ from rolecall.recipes.reward_model import (
 )
 from rolecall.tasks.sources import RowsSource
 from rolecall.train.callbacks import Given
+from rolecall.train.persist import read_parts, write_parts
 from rolecall.train.progress import Progress
 
 _log = logging.getLogger("rolecall")
@@ -59,10 +61,15 @@ def build(job: Job) -> Built:
             model, held_out, chat=options.chat, max_length=options.max_length, limit=options.eval.rows
         ).pairs
     options = steps_of(options, pairs.pairs, options.batch)
-    updater = prepared(model, options.optim, job.accelerator, job.timer)
+    updater = prepared(model, job)
     learner = RewardModelLearner(options, updater=updater, pairs=pairs.pairs)
 
+    parts = parts_of(model, updater.optimizer, updater.ranks)
+
     def write(directory: Path, extra: dict[str, Any]) -> None:
+        if parts is not None:
+            write_parts(directory, parts, learner=learner.state_dict(), extra=extra)
+            return
         write_checkpoint(
             directory,
             model=model,
@@ -73,13 +80,18 @@ def build(job: Job) -> Built:
         )
 
     def read(directory: Path) -> dict[str, Any]:
-        state, extra = read_checkpoint(directory, model=model, optimizer=updater.optimizer)
+        if parts is not None:
+            state, extra = read_parts(directory, parts)
+        else:
+            state, extra = read_checkpoint(directory, model=model, optimizer=updater.optimizer)
         learner.load_state_dict(state)
         return extra
 
-    def save_model(directory: Path) -> None:
-        offset = centre(model, pairs.pairs, token_budget=budget)
-        save_reward_model(model, directory, settings_of(options.chat, offset=offset))
+    def save_model(directory: Path | None) -> None:
+        settings = settings_of(options.chat, offset=centre(model, pairs.pairs, token_budget=budget))
+        weights = gathered(model.state_dict(), keep=directory is not None)
+        if directory is not None:
+            save_reward_model(model, directory, settings, weights)
 
     def evaluate(step: int) -> dict[str, float]:
         assert held is not None
@@ -92,5 +104,6 @@ def build(job: Job) -> Built:
         read=read,
         save_model=save_model,
         module=model,
+        parts=parts,
         evaluate=evaluate if held else None,
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import InitProcessGroupKwargs
 
 from rolecall.config.merge import to_dict
@@ -30,6 +30,7 @@ from rolecall.jobs.report import report_at_the_end
 from rolecall.jobs.resuming import describe, resume
 from rolecall.jobs.tracking import FOLDER, start_trackers, tracker_names
 from rolecall.look.inline import run_html
+from rolecall.policy.device import open_device
 from rolecall.train.callbacks import Callbacks, Given, check_callbacks
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.jsonl import read_lines
@@ -140,6 +141,7 @@ def run(
     if progress is None:
         progress = Quiet() if options.quiet else spoken()
     check_address_space()
+    options = replace(options, device=open_device("cpu" if options.command == "marl" else options.device))
     before = open_sockets()
     accelerator = _accelerator(options)
     peers = Peers(
@@ -209,6 +211,7 @@ def _run(job: Job, build: Callable[[Job], Built], progress: Progress, peers: Pee
         callbacks=Callbacks(callbacks if run is not None else (), path=path, steps=built.loop.steps),
         updater=getattr(built.learner, "updater", None),
         peers=peers,
+        parts=built.parts,
         grace=options.grace,
     )
     resumed = None
@@ -219,10 +222,13 @@ def _run(job: Job, build: Callable[[Job], Built], progress: Progress, peers: Pee
     start = 0 if resumed is None else resumed.step
     _check_start(accelerator, start, path)
     outcome = loop.go(start=start, title=f"{command} in {path}")
-    if run is not None and _has_result(outcome, built):
-        if built.save_model is not None:
-            _write_model(run, outcome.step, built.save_model)
-        built.finish(run)
+    if _has_result(outcome, built, loop.agree):
+        if run is not None:
+            if built.save_model is not None:
+                _write_model(run, outcome.step, built.save_model)
+            built.finish(run)
+        elif built.parts is not None and built.save_model is not None:
+            built.save_model(None)
     outcome = loop.tell_end(outcome)
     lines = read_lines(run.metrics.path) if run is not None else []
     return Run(path=path, outcome=outcome, metrics=list(lines))
@@ -241,10 +247,11 @@ def _in_words(error: BaseException, peers: Peers) -> BaseException:
     return error if lost is None else PeerLost(f"{lost}; the same command may succeed")
 
 
-def _has_result(outcome: Outcome, built: Built) -> bool:
+def _has_result(outcome: Outcome, built: Built, agree: Callable[[float], float]) -> bool:
     """A run that is done, or that diverged with weights that are still good."""
     if outcome.exit_code is ExitCode.DIVERGED:
-        return built.module is None or first_non_finite(dict(built.module.named_parameters())) is None
+        bad = built.module is not None and first_non_finite(dict(built.module.named_parameters())) is not None
+        return not (agree(float(bad)) if built.parts is not None else bad)
     return outcome.exit_code is ExitCode.DONE
 
 
@@ -254,14 +261,14 @@ def configuration(options: Any) -> dict[str, Any]:
 
 
 def _accelerator(options: RunOptions) -> Accelerator:
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("device cuda was asked for, but torch finds no GPU; use --device cpu")
     trackers = tracker_names(options)
     # `Peers` notices who is lost; a slow peer is waited for.
     patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
     precision = getattr(getattr(options, "policy", None), "mixed_precision", "no")
-    # Accelerate keeps the first run's precision for the whole process; each run has its own.
-    AcceleratorState._reset_state()
+    # Accelerate keeps the first run's precision and device for the whole process; each run has its own.
+    known = PartialState._shared_state.get("device")
+    moved = known is not None and known.type != torch.device(options.device).type
+    AcceleratorState._reset_state(reset_partial_state=moved)
     return Accelerator(
         cpu=options.device == "cpu",
         mixed_precision=precision,
@@ -290,7 +297,7 @@ def _open(options: RunOptions, path: Path) -> RunDir:
             path = next_free(options.command)
 
 
-def _write_model(run: RunDir, step: int, save_model: Callable[[Path], None]) -> None:
+def _write_model(run: RunDir, step: int, save_model: Callable[..., None]) -> None:
     """The final model with its manifest, written aside and then renamed."""
     aside = run.path / f"model{TMP_MARK}{uuid.uuid4().hex[:8]}"
     try:

@@ -52,7 +52,7 @@ def build(job: Job) -> Built:
         _log.warning("%d of %d rows are longer than max_length and were left out", too_long, len(found))
     options = steps_of(options, trajectories, options.batch)
     module = PolicyModel(policy.model)
-    updater = prepared(module, options.optim, job.accelerator, job.timer)
+    updater = prepared(module, job)
     learner = SFTLearner(options, updater=updater, demonstrations=trajectories)
     # A task answers its own test prompts; of other rows the loss is known, and the reward if one is named.
     asked = options.eval.data if options.eval.data is not None and is_task(options.eval.data) else options.rows
@@ -66,6 +66,7 @@ def build(job: Job) -> Built:
         policy=policy,
         module=module,
         optimizer=updater.optimizer,
+        ranks=updater.ranks,
         evaluate=evaluate,
         prompts=style_of(found),
     )

@@ -31,6 +31,8 @@ class Chart:
     series: Sequence[Series]
     stacked: bool = False
     """The lines are parts of a whole."""
+    marks: Sequence[tuple[int, int, str]] = ()
+    """Stretches to shade: first step, last step, and why."""
 
 
 _KNOWN: tuple[tuple[str, str, dict[str, str]], ...] = (

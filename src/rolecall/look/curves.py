@@ -58,7 +58,8 @@ def in_words(chart: Chart) -> str:
                 f"{series.label} goes from {_four_digits(y0)} at step {x0} to {_four_digits(y1)} at step {x1}, "
                 f"between {_four_digits(low)} and {_four_digits(high)}"
             )
-    return f"{chart.title}: {'; '.join(parts)}."
+    marked = "".join(f" Marked, steps {first} to {last}: {why}." for first, last, why in chart.marks)
+    return f"{chart.title}: {'; '.join(parts)}.{marked}"
 
 
 def picture(chart: Chart) -> str:
@@ -99,6 +100,11 @@ def _drawn(chart: Chart) -> str:
     def y(value: float) -> float:
         return _TOP + (high - value) / ((high - low) or 1) * (_HEIGHT - _TOP - _BOTTOM)
 
+    def shade(mark: tuple[int, int, str]) -> str:
+        begin, end = (x(min(max(step, x0), x1)) for step in mark[:2])
+        box = f'x="{begin:.1f}" width="{max(end - begin, 3):.1f}" y="{_TOP}" height="{_HEIGHT - _TOP - _BOTTOM}"'
+        return f'<rect class="d1" fill-opacity=".15" {box}><title>{text(mark[2])}</title></rect>'
+
     marks = [
         f'<line class="{"zero" if tick == 0 else "grid"}" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
         f'<text x="{_LEFT - 6}" y="{y(tick) + 3.5:.1f}" text-anchor="end">{_tick(tick)}</text>'
@@ -113,7 +119,7 @@ def _drawn(chart: Chart) -> str:
     else:
         shapes = [_line(i, chart.xs, ys, x, y) for i, ys in enumerate(tops)]
     cross = f'<line class="cross" x1="0" x2="0" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
-    return "".join([*marks, *shapes, cross])
+    return "".join([*map(shade, chart.marks), *marks, *shapes, cross])
 
 
 def _tops(chart: Chart) -> list[list[float | None]]:

@@ -2,28 +2,25 @@
 
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from numpy.typing import NDArray
 
+from rolecall.config.sampling import Finish
 from rolecall.errors import UserError
 from rolecall.experience.parquet import Ragged, StoreError, read_table
-from rolecall.experience.store import ROLLOUTS
-from rolecall.experience.updates import UPDATES
+from rolecall.experience.rollout_schema import ROLLOUTS, UPDATES
 from rolecall.look.charts import is_number
 from rolecall.look.losses import PREFIX, check_loss, loss_note, loss_terms, row_sums
 from rolecall.look.page import Data, text
 from rolecall.look.run import RunFiles
 from rolecall.look.tokens import KEPT, Pass, Sample, SampleSet, Span, runs_of, token_view, words
-from rolecall.maths.kl import KINDS, kl_estimate
-from rolecall.maths.roles import Role, Verdict
-from rolecall.types import Finish
+from rolecall.maths.codes import Role, Verdict
 
 BUDGET = 20_000
 """Positions that a step may put into a page; beyond it, only chosen trajectories are shown, without their group."""
@@ -283,14 +280,21 @@ def _where(trained: Sequence[bool], values: Sequence[float]) -> list[float | Non
     return [value if here or value != 0 else None for here, value in zip(trained, values, strict=True)]
 
 
+_KL: dict[str, Callable[[NDArray], NDArray]] = {
+    "k1": lambda x: x,
+    "clamp": lambda x: np.maximum(x, 0),
+    "k2": lambda x: 0.5 * x * x,
+    "k3": lambda x: np.exp(-np.maximum(x, -20)) - 1 + np.maximum(x, -20),
+    "abs": np.abs,
+}
+"""`maths.kl.kl_estimate` without torch, which a page that is left open need not hold in memory."""
+
+
 def _kl(now: Sequence[float | None], ref: Sequence[float | None], kind: str) -> list[float | None]:
     """The run's own estimate at each position that has both log-probs."""
-    both = [a is not None and b is not None for a, b in zip(now, ref, strict=True)]
-    if not any(both):
-        return [None] * len(both)
-    first, second = (torch.tensor([[0.0 if v is None else v for v in values]]) for values in (now, ref))
-    found = kl_estimate(first, second, torch.tensor([both]), kind=kind if kind in KINDS else "k1")[0].tolist()
-    return [value if here else None for here, value in zip(both, found, strict=True)]
+    first, second = (np.array([np.nan if v is None else v for v in values], np.float32) for values in (now, ref))
+    found = _KL.get(kind, _KL["k1"])(first - second)
+    return [None if np.isnan(value) else float(value) for value in found]
 
 
 def _cut_off(finish: str) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 from rolecall.errors import UserError
 from rolecall.look.charts import ACCURACY, PAIRS, Chart, charts, four_digits, is_number, mean_of
 from rolecall.look.curves import curve_cards
+from rolecall.look.doctor.audit import findings_of
+from rolecall.look.doctor.marks import findings_table, marked
 from rolecall.look.page import Data, Section, facts, page, table, text
 from rolecall.look.records import rollouts_view
 from rolecall.look.run import RunFiles, check_directory, check_format, is_demo, read_object, read_run
@@ -102,7 +104,8 @@ def _run_sections(
     main, rest = charts(run.steps, run.evaluations, run.timing, pairs=run.command in PAIRS)
     if run.config.get("samples") == 1:  # one answer is always like itself
         main = [chart for chart in main if chart.name != "flat-groups"]
-    cards, data = curve_cards(f"{prefix}curves", main, always=1)
+    found = findings_of(run)
+    cards, data = curve_cards(f"{prefix}curves", marked(main, found), always=1)
     more, more_data = curve_cards(f"{prefix}more", rest)
     if rest:
         cards += f"<details><summary>All other numbers ({len(rest)})</summary>{more}</details>"
@@ -113,6 +116,7 @@ def _run_sections(
         ran = f"<details><summary>Command, versions and settings</summary>{ran}</details>"
     sections = [
         section("before-after", "Before and after", _before_after(run, held_out=not inside)),
+        *([section("doctor", "What looks wrong", findings_table(found))] if found else []),
         section("curves", "Curves", cards),
         *(
             [section("tokens", "Step by step" if run.command == "marl" else "Token by token", tokens)]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from rolecall.look.page import Data, text
 from rolecall.look.pieces import spelt
-from rolecall.maths.roles import Role, Verdict
+from rolecall.maths.codes import Role, Verdict
 from rolecall.visible import visible_text
 
 Numbers = Mapping[str, Sequence[float | None]]

@@ -1,6 +1,6 @@
 """Episodes of several agents as tensors [batch, time, agent], under PyMARL's names and shapes.
 
-An episode of n steps fills n + 1 slots: slot t holds what was seen before action t, and the slot behind the last action
+An episode of n steps fills n + 1 slots: slot t holds what was seen before action t, and the slot after the last action
 what was seen then, which is only there to take a value from if the episode was cut off.
 
     step          0  1  2  3  4  5            an episode that a time limit cut off after 4 steps
@@ -9,7 +9,7 @@ what was seen then, which is only there to take a value from if the episode was 
     truncated     0  0  0  1  0  0
     roles         C  C  C  C  >  >            C content, > after the end
 
-What counts follows from the roles alone (`maths.roles.episode_roles`): nothing behind an end, whatever is stored there.
+What counts follows from the roles alone (`maths.roles.episode_roles`): nothing after an end, whatever is stored there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ class EpisodeBatch:
     terminated: Tensor
     """[batch, time, 1] bool: this step really ended the episode."""
     truncated: Tensor
-    """[batch, time, 1] bool: a limit cut the episode off behind this step. It goes on, unseen."""
+    """[batch, time, 1] bool: a limit cut the episode off after this step. It goes on, unseen."""
     filled: Tensor
     """[batch, time, 1] bool."""
     present: Tensor
@@ -117,12 +117,12 @@ class EpisodeBatch:
 
     @cached_property
     def there(self) -> Tensor:
-        """[batch, time, agent] bool: the agent is there, with a choice or without; also in the slot behind the end."""
+        """[batch, time, agent] bool: the agent is there, with a choice or without; also in the slot after the end."""
         return self.filled & self.present
 
     @cached_property
     def able(self) -> Tensor:
-        """[batch, time, agent] bool: the agent is there and has something to choose; also in the slot behind the end."""
+        """[batch, time, agent] bool: the agent is there and has something to choose; also in the slot after the end."""
         return self.there & (self.avail_actions.sum(-1) > 1)
 
     @cached_property
@@ -133,7 +133,7 @@ class EpisodeBatch:
 
     @cached_property
     def valid(self) -> Tensor:
-        """[batch, time] bool: steps that happened. The cumulative mask: filled, and nothing behind an end."""
+        """[batch, time] bool: steps that happened. The cumulative mask: filled, and nothing after an end."""
         return self.team_roles == Role.CONTENT
 
     @cached_property
@@ -154,7 +154,7 @@ class EpisodeBatch:
 
     @cached_property
     def bootstrap(self) -> Tensor:
-        """[batch] bool: cut off rather than ended, so the value of the slot behind the last step stands for the rest."""
+        """[batch] bool: cut off rather than ended, so the value of the slot after the last step stands for the rest."""
         return ~(self.terminated[..., 0] & self.valid).any(1) & (self.lengths > 0)
 
     @cached_property
@@ -165,7 +165,7 @@ class EpisodeBatch:
         return torch.where(self.valid[..., None, None], onehot, 0.0)
 
     def behind(self, values: Tensor) -> Tensor:
-        """[batch, …]: what `values` [batch, time, …] holds in the slot behind each episode's last step; 0 if it ended."""
+        """[batch, …]: what `values` [batch, time, …] holds in the slot after each episode's last step; 0 if it ended."""
         slot = self.lengths.clamp(max=values.shape[1] - 1)
         taken = values[torch.arange(len(self), device=values.device), slot]
         cut = self.bootstrap.view(-1, *[1] * (taken.dim() - 1))

@@ -30,7 +30,7 @@ class GRU(nn.Module):
             nn.init.uniform_(parameter, -1 / math.sqrt(hidden), 1 / math.sqrt(hidden))
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [time, rows, inputs] -> [time, rows, hidden], and the memory [1, rows, hidden] behind the last step."""
+        """x [time, rows, inputs] -> [time, rows, hidden], and the memory [1, rows, hidden] after the last step."""
         weights = self.weight_ih_l0, self.weight_hh_l0, self.bias_ih_l0, self.bias_hh_l0
         before = x.new_zeros(x.shape[1], self.weight_hh_l0.shape[1]) if memory is None else memory[0]
         out: Tensor

@@ -51,7 +51,7 @@ class AgentNet(nn.Module):
         self.last = nn.Linear(shape.hidden, shape.actions)
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """x [time, rows, inputs] -> [time, rows, actions], and the memory [1, rows, hidden] behind the last step."""
+        """x [time, rows, inputs] -> [time, rows, actions], and the memory [1, rows, hidden] after the last step."""
         x = torch.relu(self.first(x))
         if self.recurrent:
             x, memory = self.middle(x, memory)
@@ -74,7 +74,7 @@ class Agents(nn.Module):
         self.register_buffer("ids", torch.eye(shape.agents), persistent=False)
 
     def inputs(self, obs: Tensor, last_onehot: Tensor | None = None) -> Tensor:
-        """obs [..., agent, obs] with what else an agent is told behind it; `last_onehot` [..., agent, action]."""
+        """obs [..., agent, obs] followed by what else an agent is given; `last_onehot` [..., agent, action]."""
         parts = [obs]
         if self.shape.last_action:
             parts.append(torch.zeros(*obs.shape[:-1], self.shape.actions) if last_onehot is None else last_onehot)

@@ -3,7 +3,7 @@
     y_t = r_t + gamma ((1 - lam) V_{t+1} + lam y_{t+1})        V = Q_target(argmax_a Q(a)) or max_a Q_target(a)
     loss = sum over steps of (Q(a_t) - y_t)^2 / steps
 
-V behind the last step is 0 if the episode ended, else that of the slot behind it. IQL learns each agent's own Q; VDN and
+V after the last step is 0 if the episode ended, else that of the slot after it. IQL learns each agent's own Q; VDN and
 QMIX learn the team's, mixed from the agents'. Targets count environment steps (`marl.returns`); lam = 0 is PyMARL's.
 A dead or absent agent adds nothing to the mix and nothing to the loss; one with a single action has a value like others.
 """

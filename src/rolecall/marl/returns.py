@@ -8,7 +8,7 @@ learned there. While an agent is absent nothing is asked of its networks; what i
     V             a     b     (c)   (d)   e               which makes the TD error there 0
     d = r_3 + gamma e        c = r_2 + gamma d        TD error of b: r_1 + gamma c - b
 
-An agent that dies has no value after its last step, and so none behind a cut.
+An agent that dies has no value after its last step, and so none after a cut.
 """
 
 import torch

@@ -91,7 +91,7 @@ class _Tape:
         self.slots = 0
 
     def see(self, t: int, frame: Frame, running: np.ndarray) -> None:
-        """What is there before action t; also, for episodes that just ended, behind the last one."""
+        """What is there before action t; also, for episodes that just ended, after the last one."""
         for i, why in frame.faults.items():
             self.faults.setdefault(i, why)
         bad = ~np.isfinite(frame.obs).all((1, 2))

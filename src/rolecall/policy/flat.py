@@ -14,6 +14,7 @@ $ROLECALL_FLAT=0 turns it off.
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -141,22 +142,49 @@ class FlatTrunk:
         cos, sin = decoder.rotary_emb(x, layout.positions[None])
         half = self.width // 2
         cos, sin = (t[0, :, :half].to(x.dtype).contiguous() for t in (cos, sin))
-        normed = _norm(decoder.layers[0].input_layernorm, x, dtype)
+        added, last = None, len(decoder.layers) - 1
         for number, layer in enumerate(decoder.layers):
-            attention, mlp = layer.self_attn, layer.mlp
-            projections = attention.q_proj, attention.k_proj, attention.v_proj
-            qkv = Project.apply(normed, 3, *(p.weight for p in projections), *(p.bias for p in projections))
-            qkv = Rotate.apply(qkv, cos, sin, self.heads + self.kv_heads)
-            mixed = attend(qkv, layout.segments, heads=self.heads, kv_heads=self.kv_heads)
-            last = number == len(decoder.layers) - 1
-            if last and kept is not None:
-                x, mixed = F.embedding(kept, x), F.embedding(kept, mixed)
-            added = Project.apply(mixed, 1, attention.o_proj.weight, attention.o_proj.bias)
-            x, normed = _add_norm(layer.post_attention_layernorm, x, added)
-            added = GatedMlp.apply(normed, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
-            if not last:
-                x, normed = _add_norm(decoder.layers[number + 1].input_layernorm, x, added)
-        return F.embedding(wanted, _norm(decoder.norm, x + added, x.dtype))
+            one = getattr(layer, "flat_layer", None) or partial(flat_layer, layer)  # a sharded layer gathers itself
+            x, added = one(
+                x,
+                added,
+                cos,
+                sin,
+                segments=layout.segments,
+                heads=(self.heads, self.kv_heads),
+                kept=kept if number == last else None,
+                dtype=dtype,
+            )
+        return F.embedding(wanted, _norm(decoder.norm, x if added is None else x + added, x.dtype))
+
+
+def flat_layer(
+    layer: Any,
+    x: Tensor,
+    added: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    segments: Segments,
+    heads: tuple[int, int],
+    kept: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """One decoder layer: the sum of all before it, and what it adds. `added` is of the layer before, `kept` as above."""
+    attention, mlp = layer.self_attn, layer.mlp
+    if added is None:
+        normed = _norm(layer.input_layernorm, x, dtype)
+    else:
+        x, normed = _add_norm(layer.input_layernorm, x, added)
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    qkv = Project.apply(normed, 3, *(p.weight for p in projections), *(p.bias for p in projections))
+    qkv = Rotate.apply(qkv, cos, sin, sum(heads))
+    mixed = attend(qkv, segments, heads=heads[0], kv_heads=heads[1])
+    if kept is not None:
+        x, mixed = F.embedding(kept, x), F.embedding(kept, mixed)
+    added = Project.apply(mixed, 1, attention.o_proj.weight, attention.o_proj.bias)
+    x, normed = _add_norm(layer.post_attention_layernorm, x, added)
+    return x, GatedMlp.apply(normed, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
 
 
 def _norm(norm: Any, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -103,8 +103,11 @@ class ScalarModel(nn.Module):
         check_finite(model, where=str(directory))
         return model
 
-    def save(self, directory: str | Path) -> None:
-        """Write config, trunk and head in safetensors, and the tokenizer with its template."""
+    def save(self, directory: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Write config, trunk and head in safetensors, and the tokenizer with its template.
+
+        `weights` are those of `state_dict`, if the model's own lie in parts.
+        """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         config = copy.deepcopy(self.trunk.config)
@@ -114,19 +117,27 @@ class ScalarModel(nn.Module):
         config.dtype = self.trunk.dtype
         config.save_pretrained(directory)
         prefix = self.trunk.base_model_prefix
-        weights = {f"{prefix}.{key}": tensor for key, tensor in self.trunk.state_dict().items()}
-        save_torch_state_dict({**weights, _HEAD_KEY: self.head.weight.detach()}, directory)
+        held = self.state_dict() if weights is None else weights
+        named = {key.replace("trunk", prefix, 1): tensor for key, tensor in held.items() if key.startswith("trunk.")}
+        save_torch_state_dict({**named, _HEAD_KEY: held["head.weight"]}, directory)
         self.tokenizer.save_pretrained(directory)
 
     def hidden(self, ids: Tensor) -> Tensor:
         """[batch, time, hidden]: the trunk's last hidden states."""
         return self.trunk(input_ids=ids, use_cache=False).last_hidden_state
 
-    def at(self, ids: Tensor, needed: Tensor) -> Tensor:
-        """[n] the numbers read at the needed positions [batch, time], row by row."""
+    def settle(self, *, flat: bool) -> None:
+        """As `PolicyModel.settle`."""
+        self._trunk().settle(flat=flat)
+
+    def _trunk(self) -> Trunk:
         if self._reader is None:
             self._reader = Trunk(self.trunk)
-        return self.head(self._reader(ids, needed))
+        return self._reader
+
+    def at(self, ids: Tensor, needed: Tensor) -> Tensor:
+        """[n] the numbers read at the needed positions [batch, time], row by row."""
+        return self.head(self._trunk()(ids, needed))
 
 
 class Critic(ScalarModel):

@@ -143,6 +143,12 @@ def save(loaded: LoadedModel, directory: str | Path) -> None:
     loaded.tokenizer.save_pretrained(directory)
 
 
+def save_about(loaded: LoadedModel, directory: str | Path) -> None:
+    """Write the model's configuration and its tokenizer, without weights."""
+    loaded.model.config.save_pretrained(directory)
+    loaded.tokenizer.save_pretrained(directory)
+
+
 def save_model(model: PreTrainedModel, directory: str | Path) -> None:
     """Write config and safetensors, with the cache on that training turns off: it is needed to generate."""
     model.config.use_cache = True

@@ -16,10 +16,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rolecall.policy.dropout import KeyedDropout
 from rolecall.policy.load import LoadedModel, LoadError, check_finite, make_trainable, save, stop_dropout
 from rolecall.policy.quantize import restore
+from rolecall.policy.sharded import gathered, in_parts
 
 
 def add_adapter(
@@ -147,7 +149,49 @@ def merged(loaded: LoadedModel) -> LoadedModel:
 
     Taken from a copy because adding an adapter to the weights and taking it off again does not restore every bit.
     """
+    if in_parts(loaded.model):
+        return assembled(loaded)
     return merge(replace(loaded, model=copy.deepcopy(loaded.model)))
+
+
+def merged_weights(loaded: LoadedModel) -> dict[str, Tensor]:
+    """The weights by their plain names, with the adapter, if there is one, worked in: no copy of the whole is made."""
+    if not has_adapter(loaded):
+        return {name: p.detach() for name, p in loaded.model.named_parameters()}
+    base, found = loaded.model.get_base_model(), {}
+    layers = dict(base.named_modules())
+    for name, parameter in base.named_parameters():
+        if "lora_" in name:
+            continue
+        weight, place = parameter.detach(), name.rpartition(".base_layer.")
+        if place[1] and place[2] == "weight":
+            weight = weight + layers[place[0]].get_delta_weight("default").detach()
+        found[name.replace(".base_layer.", ".")] = weight
+    return found
+
+
+def assembled(loaded: LoadedModel, *, keep: bool = True) -> LoadedModel:
+    """A plain model on the CPU with the whole weights of one that lies in parts, adapter worked in; all ranks must ask.
+
+    Those that do not `keep` it get the given model back.
+    """
+    weights = gathered(merged_weights(loaded), keep=keep)
+    if not keep:
+        return loaded
+    base = loaded.model.get_base_model() if has_adapter(loaded) else loaded.model
+    with torch.device("meta"):
+        model = getattr(type(base), "__wrapped__", type(base))(copy.deepcopy(base.config))
+    model.to_empty(device="cpu")
+    buffers = dict(base.named_buffers())
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    own = dict(model.named_parameters())
+    for name, weight in weights.items():
+        own[name].data = weight
+    model.tie_weights()
+    model.generation_config = base.generation_config
+    make_trainable(model)
+    return replace(loaded, model=model)
 
 
 def export(loaded: LoadedModel, directory: str | Path) -> None:

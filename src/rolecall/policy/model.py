@@ -125,6 +125,10 @@ class PolicyModel(nn.Module):
             self._policy_trunk = Trunk(self._language_model())
         return self._policy_trunk
 
+    def settle(self, *, flat: bool) -> None:
+        """Choose how the trunk is computed before its layers are sharded; its own way unless it may be `flat`."""
+        self._trunk().settle(flat=flat)
+
     def _hidden(self, ids: Tensor, asked: Tensor) -> Tensor:
         """[n, width] what the asked tokens are read from."""
         return self._trunk()(ids, nn.functional.pad(asked, (0, 1)))
@@ -179,6 +183,12 @@ class _Spread(NamedTuple):
         columns = (logprobs, entropy, *(() if more is None else more.unbind(dim=1)))
         found = [torch.zeros(place.shape, dtype=x.dtype, device=x.device).masked_scatter(place, x) for x in columns]
         return Outputs(found[0], found[1], found[2] if self.has_values else None, found[-1] if self.has_kl else None)
+
+
+def filler(device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """(ids, wanted) of a pass in which nothing is asked, so that all ranks make the same number of passes."""
+    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+    return ids, torch.zeros_like(ids, dtype=torch.bool)
 
 
 def shares_prefixes(module: nn.Module) -> bool:

@@ -65,6 +65,16 @@ class Trunk:
         with torch.autocast("cpu", enabled=False):
             return self._flat(ids, needed, dtype=dtype)
 
+    def settle(self, *, flat: bool) -> None:
+        """Decide now what is used from here on; a sharded model cannot be compared with itself, layer by layer."""
+        if not flat:
+            self._flat = None
+        elif self._flat is not None and not self._checked:
+            ids = torch.arange(5, 29, device=self._model.device).view(2, 12) % min(self._model.config.vocab_size, 200)
+            ids[1, :6] = ids[0, :6]
+            dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else self._model.dtype
+            self._check(self._flat, ids, torch.ones_like(ids, dtype=torch.bool), dtype)
+
     def _own(self, ids: Tensor, needed: Tensor) -> Tensor:
         return hidden_states(self._model, ids)[needed]
 

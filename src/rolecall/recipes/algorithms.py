@@ -41,7 +41,7 @@ class Coefficients:
     baseline: float = 0.0
     """The moving average of scores, for REINFORCE."""
     bootstrap: Tensor | None = None
-    """[batch] values behind answers that were cut off, for PPO; None: 0."""
+    """[batch] values after answers that were cut off, for PPO; None: 0."""
     all_sum: Callable[[Tensor], Tensor] = lambda x: x
     """Adds a tensor over ranks, for statistics of the whole batch."""
 

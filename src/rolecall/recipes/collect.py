@@ -221,7 +221,7 @@ class StoredAnswers:
         return {"taken": self.taken, "files": self.store.names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the last file that was taken."""
+        """Continue after the last file that was taken."""
         if list(state.get("files", [])) != self.store.names:
             raise UserError(
                 f"{self.store.place} does not hold the rollouts that the run began with; bring them back, or start a new run"

@@ -110,7 +110,7 @@ class Guard:
 
     def _without_dropout(self, batch: Batch) -> Tensor:
         updater = self.updater
-        with updater.accelerator.autocast():
+        with updater.autocast():
             return score(
                 updater.module,
                 batch,

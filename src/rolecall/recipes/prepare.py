@@ -20,6 +20,7 @@ from rolecall.maths.kl import kl_estimate
 from rolecall.maths.roles import Role, TrainRule
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.model import Against, Outputs, PolicyModel
+from rolecall.policy.sharded import is_sharded
 from rolecall.recipes.algorithms import Algorithm, Coefficients
 from rolecall.recipes.experience import compared, or_nan
 from rolecall.recipes.replay import start_weights
@@ -82,7 +83,7 @@ class Preparer:
     def _first_step_is_all(self) -> bool:
         """True if the first optimiser step trains on what was just scored. Ranks wait for each other in backward passes,
         so there the two stay apart; and a pass that drops inputs is not the one that scored."""
-        one = self.updater.accelerator.num_processes == 1 and not self.options.policy.lora_dropout
+        one = self.updater.ranks.count == 1 and not (is_sharded(self.module) or self.options.policy.lora_dropout)
         return one and self.options.algorithm.minibatches == 1 and not self.options.replay.on
 
     def __call__(
@@ -118,7 +119,7 @@ class Preparer:
         keep: bool = False,
     ) -> Outputs:
         """What a model says of the wanted positions, without gradient, in the precision of the update."""
-        with self.updater.accelerator.autocast():
+        with self.updater.autocast():
             return score(
                 module,
                 batch,
@@ -228,7 +229,7 @@ class Preparer:
         return replace(batch, rewards=joined.split(rewards, batch.ids.shape[1]))
 
     def _values_behind(self, batch: Batch, cut_off: Tensor) -> Tensor:
-        """[batch] the critic's value behind the last token of answers that were cut off, else 0."""
+        """[batch] the critic's value after the last token of answers that were cut off, else 0."""
         ends = lengths_of(batch)
         longer = Batch(
             ids=torch.nn.functional.pad(batch.ids, (0, 1)),

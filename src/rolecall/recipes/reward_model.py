@@ -30,8 +30,8 @@ from rolecall.tasks.kinds import Record
 from rolecall.tasks.rows import Rows
 from rolecall.train.manifest import RefusedCheckpointError
 from rolecall.train.metrics import Meter
-from rolecall.train.persist import NotFinite
-from rolecall.train.state import first_non_finite, read_state, write_state
+from rolecall.train.persist import refuse_parts
+from rolecall.train.state import NotFinite, first_non_finite, read_state, write_state
 from rolecall.train.step import Updater
 
 _STATE = "trainer"
@@ -153,9 +153,11 @@ def centre(model: RewardModel, pairs: Iterable[Pair[Ids]], *, token_budget: int,
     return float(score_ids(model, [s for p in some for s in (p.chosen, p.rejected)], token_budget=token_budget).mean())
 
 
-def save_reward_model(model: RewardModel, directory: str | Path, settings: RewardSettings) -> None:
-    """Write a directory that `RewardModelReward.load`, `Critic.load` and transformers read."""
-    model.save(directory)
+def save_reward_model(
+    model: RewardModel, directory: str | Path, settings: RewardSettings, weights: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write a directory that `RewardModelReward.load`, `Critic.load` and transformers read; `weights` as in `save`."""
+    model.save(directory, weights)
     write_settings(directory, settings)
 
 
@@ -182,6 +184,7 @@ def read_checkpoint(
     directory: Path, *, model: RewardModel, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Put a checkpoint's weights and optimiser back; returns (learner state, extra)."""
+    refuse_parts(directory)
     state = read_state(directory, _STATE)
     dtype: Dtype = "bfloat16" if model.trunk.dtype == torch.bfloat16 else "float32"
     saved = RewardModel.load(directory, dtype=dtype).state_dict()

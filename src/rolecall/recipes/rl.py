@@ -17,8 +17,9 @@ from rolecall.maths.advantages import EMABaseline
 from rolecall.maths.entropy import EntropyTarget, FixedEntropy
 from rolecall.maths.kl import AdaptiveKL, FixedKL
 from rolecall.policy.load import LoadedModel
-from rolecall.policy.lora import has_adapter, merged
+from rolecall.policy.lora import has_adapter, merged, merged_weights
 from rolecall.policy.model import PolicyModel
+from rolecall.policy.sharded import in_parts
 from rolecall.recipes.algorithms import Algorithm, Coefficients, algorithm_of
 from rolecall.recipes.collect import Answers, Collector
 from rolecall.recipes.experience import MiniStep, Rollout, Watch
@@ -304,18 +305,24 @@ class RLLearner:
 
         return back
 
+    @property
+    def refreshed(self) -> dict[str, Tensor] | None:
+        """The reference's weights, if it does not stay what it was at the start."""
+        if self.reference is None or self.options.algorithm.reference_every is None:
+            return None
+        return self.reference.weights
+
     # -- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """All that continues exactly, beside the policy's weights and optimiser."""
-        refreshed = self.reference is not None and self.options.algorithm.reference_every is not None
         return {
             "collector": self.collector.state_dict(),
             "kl_coef": self.kl.coef,
             "entropy_coef": self.entropy.coef,
             "baseline": dataclasses.asdict(self.baseline),
             "policy_version": self.engine.version,
-            "reference": self.reference.weights if refreshed and self.reference is not None else None,
+            "reference": self.refreshed,
             "replay": None if self.replay is None else self.replay.state_dict(),
         }
 
@@ -337,5 +344,7 @@ class RLLearner:
 
 def engine_weights(policy: LoadedModel) -> dict[str, Tensor]:
     """The weights an engine samples from, by their Hugging Face names; an adapter is merged into a copy."""
+    if in_parts(policy.model):
+        return merged_weights(policy)
     plain = merged(policy) if has_adapter(policy) else policy
     return {name: parameter.detach() for name, parameter in plain.model.named_parameters()}

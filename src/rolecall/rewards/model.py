@@ -20,6 +20,7 @@ from rolecall.policy.heads import RewardModel
 from rolecall.policy.load import Dtype, LoadError
 from rolecall.policy.packing import micro_batches, right_padded
 from rolecall.policy.row_template import template_kwargs
+from rolecall.policy.sharded import rounds
 from rolecall.rewards.records import Messages, Sample, Scored
 
 logger = logging.getLogger("rolecall.rewards")
@@ -99,9 +100,12 @@ def score_ids(model: RewardModel, sequences: Sequence[Sequence[int]], *, token_b
     """[sequences] float64 on the CPU: the model's raw scores, computed in micro-batches of `token_budget` tokens."""
     scores = torch.zeros(len(sequences), dtype=torch.float64)
     device = model.head.weight.device
-    for rows in micro_batches(torch.tensor([len(s) for s in sequences]), token_budget=token_budget):
+    parts = micro_batches(torch.tensor([len(s) for s in sequences]), token_budget=token_budget)
+    for rows in parts:
         ids, lengths = right_padded([sequences[i] for i in rows.tolist()])
-        scores[rows] = model.scores(ids.to(device), lengths.to(device)).double().cpu()
+        scores[rows] = model(ids.to(device), lengths.to(device)).double().cpu()
+    for _ in range(rounds(model, len(parts)) - len(parts)):  # other ranks have more
+        model(*(x.to(device) for x in right_padded([(0,)])))
     return scores
 
 

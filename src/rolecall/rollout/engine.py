@@ -2,14 +2,37 @@
 
 import hashlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from rolecall.rollout.stops import Answer, empty_answers
-from rolecall.types import Completion, Request, Sampling
+from rolecall.policy.sharded import whole
+from rolecall.rollout.stops import Answer, Ticket, empty_answers
+from rolecall.types import Completion, Finish, Request, Sampling
+
+
+class Flight(Protocol):
+    """Requests in flight. One thread calls `step`, over and over; the others may be called from any thread."""
+
+    def add(self, request: Request, *, deadline: float | None = None) -> Ticket:
+        """Take a request on; a `ValueError` if it cannot be answered. What has not ended at the `deadline`, a time of
+        `time.monotonic()`, ends as it is, with `Finish.TIMEOUT`."""
+        ...
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End the answers of a request as they are, with `Finish.ABORT`."""
+        ...
+
+    def step(self) -> list[tuple[Ticket, Completion]]:
+        """Work for a while; the answers that ended. Empty while answers grow, and when there is nothing to do."""
+        ...
+
+    def __len__(self) -> int:
+        """Answers that have not ended."""
+        ...
 
 
 class Engine(Protocol):
@@ -21,16 +44,28 @@ class Engine(Protocol):
     version: int
     """The policy version of the loaded weights; it is written into every completion."""
 
+    def open(self) -> Flight:
+        """Where requests can be added while others are answered. Flights do not know of each other. Weights are loaded
+        when nothing is in flight."""
+        ...
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """All answers, in the order of the requests and of their samples."""
         return in_order(requests, self.stream(requests))
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """The same answers, each as soon as it ends."""
-        ...
+        check_numbers(requests)
+        flight = self.open()
+        for request in requests:
+            flight.add(request)
+        while flight:
+            for _, completion in flight.step():
+                yield completion
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Take new weights (by their Hugging Face names), cast to the engine's dtype."""
+        """Take new weights (by their Hugging Face names), cast to the engine's dtype. Those that lie in parts on several ranks
+        are gathered one at a time: all ranks load."""
         ...
 
     def hash(self) -> str:
@@ -57,13 +92,89 @@ class LocalEngine(Engine):
         self.dtype = dtype or model.dtype
         self.version, self.max_rows = version, max_rows
 
-    def _start(self, requests: Sequence[Request], *, vocabulary: int) -> list[list[Answer]]:
-        """The empty answers of each request, after a check of all of them."""
-        check_requests(requests, context_length=self.context_length, vocabulary=vocabulary)
-        return [
-            empty_answers(r, stop_ids=self.stop_ids, tokenizer=self.tokenizer, context_length=self.context_length)
-            for r in requests
-        ]
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the model knows."""
+        raise NotImplementedError
+
+    def score(self, ids: Sequence[int]) -> list[float]:
+        """log p of every token but the first, at temperature 1 over the whole vocabulary."""
+        raise NotImplementedError
+
+    def start(self, ticket: Ticket) -> list[Answer]:
+        """The empty answers of a request, after a check of it."""
+        check_request(ticket.request, context_length=self.context_length, vocabulary=self.vocabulary)
+        return empty_answers(
+            ticket, stop_ids=self.stop_ids, tokenizer=self.tokenizer, context_length=self.context_length
+        )
+
+
+class LocalFlight(Flight):
+    """What the flights of engines in this process share: new requests wait until the next `step` takes them."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self._start = engine.start
+        self._new: deque[list[Answer]] = deque()
+        self._cuts = False  # True if a request may end before its answers do
+
+    def add(self, request: Request, *, deadline: float | None = None) -> Ticket:
+        """Take a request on."""
+        ticket = Ticket(request=request, deadline=deadline)
+        self._new.append(self._start(ticket))
+        self._cuts |= deadline is not None
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End the answers of a request as they are."""
+        ticket.cancelled = self._cuts = True
+
+
+class StreamFlight(Flight):
+    """A flight of an engine that answers lists: what waits when the list before has ended is the next one."""
+
+    def __init__(self, stream: Callable[[Sequence[Request]], Iterator[Completion]]) -> None:
+        self._stream, self._waiting = stream, deque[Ticket]()
+        self._flying: dict[tuple[int, int], Ticket] = {}
+        self._answers: Iterator[Completion] = iter(())
+
+    def __len__(self) -> int:
+        return len(self._flying) + sum(ticket.request.n for ticket in self._waiting)
+
+    def add(self, request: Request, *, deadline: float | None = None) -> Ticket:
+        """Take a request on. A deadline holds while it waits; what has begun is answered."""
+        self._waiting.append(ticket := Ticket(request=request, deadline=deadline))
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Answer a request that still waits with nothing."""
+        ticket.cancelled = True
+
+    def step(self) -> list[tuple[Ticket, Completion]]:
+        """The next answer."""
+        ended = []
+        if not self._flying:
+            cuts = [(t, t.cut()) for t in (self._waiting.popleft() for _ in range(len(self._waiting)))]
+            ended = [(t, _unanswered(t.request, i, cut)) for t, cut in cuts if cut for i in range(t.request.n)]
+            begun = [t for t, cut in cuts if cut is None]
+            self._flying = {
+                (t.request.prompt, t.request.first_sample + i): t for t in begun for i in range(t.request.n)
+            }
+            self._answers = self._stream([t.request for t in begun])
+        for completion in self._answers:
+            return [*ended, (self._flying.pop((completion.prompt, completion.sample)), completion)]
+        return ended
+
+
+def _unanswered(request: Request, sample: int, finish: Finish) -> Completion:
+    return Completion(
+        ids=(),
+        behaviour_logprobs=(),
+        finish=finish,
+        policy_version=0,
+        prompt=request.prompt,
+        sample=request.first_sample + sample,
+        seed=request.seed,
+    )
 
 
 def in_order(requests: Sequence[Request], completions: Iterable[Completion]) -> list[Completion]:
@@ -76,16 +187,21 @@ def check_requests(requests: Sequence[Request], *, context_length: int, vocabula
     """Refuse what cannot be answered, before any work starts."""
     check_numbers(requests)
     for request in requests:
-        where = f"prompt {request.prompt}"
-        if len(request.prompt_ids) >= context_length:
-            raise ValueError(
-                f"{where} has {len(request.prompt_ids)} tokens but the model's context is {context_length}; "
-                "shorten the prompt, or leave out rows that are too long"
-            )
-        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
-            raise ValueError(
-                f"{where} holds a token id outside 0..{vocabulary - 1}: the tokenizer does not fit the model's vocabulary"
-            )
+        check_request(request, context_length=context_length, vocabulary=vocabulary)
+
+
+def check_request(request: Request, *, context_length: int, vocabulary: int) -> None:
+    """Refuse what cannot be answered."""
+    where = f"prompt {request.prompt}"
+    if len(request.prompt_ids) >= context_length:
+        raise ValueError(
+            f"{where} has {len(request.prompt_ids)} tokens but the model's context is {context_length}; "
+            "shorten the prompt, or leave out rows that are too long"
+        )
+    if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
+        raise ValueError(
+            f"{where} holds a token id outside 0..{vocabulary - 1}: the tokenizer does not fit the model's vocabulary"
+        )
 
 
 def check_numbers(requests: Sequence[Request]) -> None:
@@ -138,7 +254,7 @@ def weights_hash(weights: Mapping[str, Tensor], dtype: torch.dtype) -> str:
     """
     digest = hashlib.sha256()
     for name in sorted(weights):
-        tensor = weights[name].detach()
+        tensor = whole(weights[name].detach())
         columns = torch.zeros(1024, dtype=torch.int64, device=tensor.device)
         for part in tensor.reshape(-1).split(_HASHED_AT_ONCE):
             part = part.to(dtype)

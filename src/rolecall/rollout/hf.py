@@ -10,6 +10,7 @@ those of a plain forward pass is taken: see `_WAYS`.
 
 import copy
 import logging
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, repeat
 from typing import Any
@@ -21,9 +22,10 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from rolecall.policy.load import cast_weights
 from rolecall.policy.reading import outputs_of
-from rolecall.rollout.engine import LocalEngine, check_weights, weights_hash
-from rolecall.rollout.sampler import draw, uniforms
-from rolecall.rollout.stops import Answer
+from rolecall.policy.sharded import whole
+from rolecall.rollout.engine import Flight, LocalEngine, LocalFlight, check_weights, weights_hash
+from rolecall.rollout.sampler import draw, logprobs_of, uniforms
+from rolecall.rollout.stops import Answer, Ticket
 from rolecall.types import Completion, Request, Sampling
 
 _log = logging.getLogger("rolecall")
@@ -57,32 +59,46 @@ class HFEngine(LocalEngine):
         own = dict(self._model.named_parameters())
         check_weights(weights, {name: p.shape for name, p in own.items()})
         for name, tensor in weights.items():
-            own[name].copy_(tensor)
+            own[name].copy_(whole(tensor))
         self.version = version
 
     def hash(self) -> str:
         """The fingerprint of the weights in use."""
         return weights_hash(dict(self._model.named_parameters()), self.dtype)
 
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the model knows."""
+        return int(self._model.get_input_embeddings().num_embeddings)
+
     @torch.no_grad()
-    def stream(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Answers, a batch at a time."""
-        rows = [answer for answers in self._start_all(requests) for answer in answers]
+    def score(self, ids: Sequence[int]) -> list[float]:
+        """log p of every token but the first, by the weights that answers are drawn with."""
+        return logprobs_of(outputs_of(self._model, torch.tensor([ids])).logits[0, :-1], torch.tensor(ids)[1:])
+
+    def open(self) -> Flight:
+        """A flight that takes new requests on in waves: those that wait when all before them have ended."""
+        return _Waves(self)
+
+    def batches(self, rows: list[Answer]) -> Iterator[list[Answer]]:
+        """Answers that can grow together."""
         # A call of generate has one set of sampling settings and one limit of tokens, so that no row grows beyond the
         # context while it waits for the others. Prompts of like length go together.
         rows.sort(key=lambda row: (repr(row.request.sampling), row.length))
-        way = self._way = self._way or self._find_way()
-
-        def alike_key(row: Answer) -> tuple[Any, ...]:
-            return row.request.sampling, self._limit(row), 0 if way == "padded" else row.length
-
-        for (_, limit, _), group in groupby(rows, key=alike_key):
+        self._way = self._way or self._find_way()
+        for _, group in groupby(rows, key=self._alike_key):
             alike = list(group)
             for start in range(0, len(alike), self.max_rows):
-                yield from self._run(alike[start : start + self.max_rows], limit, way)
+                yield alike[start : start + self.max_rows]
 
-    def _start_all(self, requests: Sequence[Request]) -> list[list[Answer]]:
-        return self._start(requests, vocabulary=self._model.get_input_embeddings().num_embeddings)
+    @torch.no_grad()
+    def finish(self, rows: list[Answer]) -> None:
+        """Let one of `batches` grow to the end of its answers."""
+        assert self._way is not None
+        self._run(rows, self._limit(rows[0]), self._way)
+
+    def _alike_key(self, row: Answer) -> tuple[Any, ...]:
+        return row.request.sampling, self._limit(row), 0 if self._way == "padded" else row.length
 
     def _find_way(self) -> str:
         for way in _WAYS:
@@ -92,6 +108,7 @@ class HFEngine(LocalEngine):
                 return way
         raise AssertionError
 
+    @torch.no_grad()
     def _agrees(self, way: str) -> bool:
         """Whether answers to two short prompts have the log-probs of a plain forward pass."""
         lengths = (7, 3) if way == "padded" else (7, 7)
@@ -101,16 +118,16 @@ class HFEngine(LocalEngine):
             for i, n in enumerate(lengths)
         ]
         try:
-            rows = [answer for (answer,) in self._start_all(requests)]
+            rows = [answer for request in requests for answer in self.start(Ticket(request=request))]
             answers = self._run(rows, sampling.max_new_tokens, way)
         except Exception:  # a family's generate and cache raise what they like
             return False
         gaps = []
         for request, answer in zip(requests, answers, strict=True):
-            ids = torch.tensor([[*request.prompt_ids, *answer.ids]])
+            ids = torch.tensor([[*request.prompt_ids, *answer.ids]], device=self._model.device)
             logits = outputs_of(self._model, ids).logits[0, -len(answer.ids) - 1 : -1].float()
             expected = logits.log_softmax(-1).gather(1, ids[0, -len(answer.ids) :, None])[:, 0]
-            gaps.append((torch.tensor(answer.behaviour_logprobs) - expected).abs())
+            gaps.append((torch.tensor(answer.behaviour_logprobs) - expected.cpu()).abs())
         return bool(torch.cat(gaps).mean() <= _AGREE.get(self.dtype, 0.05))
 
     def _limit(self, row: Answer) -> int:
@@ -124,6 +141,7 @@ class HFEngine(LocalEngine):
         for i, row in enumerate(rows):
             ids[i, width - row.length :] = torch.tensor(row.request.prompt_ids)
             present[i, width - row.length :] = 1
+        ids, present = ids.to(self._model.device), present.to(self._model.device)
         drawer, ended = _Drawer(rows), _Ended(rows)
         if way == "plain":
             while any(row.finish is None for row in rows):
@@ -142,6 +160,32 @@ class HFEngine(LocalEngine):
         return [row.completion(self.version) for row in rows if row.finish is not None]
 
 
+class _Waves(LocalFlight):
+    """A step answers a batch of the wave; when that is empty, what was added meanwhile is the next wave."""
+
+    def __init__(self, engine: HFEngine) -> None:
+        super().__init__(engine)
+        self._engine = engine
+        self._wave: deque[list[Answer]] = deque()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._wave)) + sum(map(len, self._new))
+
+    def step(self) -> list[tuple[Ticket, Completion]]:
+        """Answer a batch."""
+        if not self._wave:
+            waiting = [self._new.popleft() for _ in range(len(self._new))]
+            self._wave.extend(self._engine.batches([answer for answers in waiting for answer in answers]))
+        if not self._wave:
+            return []
+        rows = self._wave.popleft()
+        for row in rows:
+            row.finish = row.ticket.cut()
+        if growing := [row for row in rows if row.finish is None]:
+            self._engine.finish(growing)
+        return [(row.ticket, row.completion(self._engine.version)) for row in rows]
+
+
 class _Drawer(LogitsProcessor):
     """Draws each row's token and leaves it as the only one that greedy search can pick. Rows that ended are drawn too."""
 
@@ -158,6 +202,7 @@ class _Drawer(LogitsProcessor):
         for row, token, logprob, support in zip(self._rows, tokens, logprobs, supports, strict=False):
             if row.finish is None:
                 row.add(token, logprob, support)
+                row.finish = row.finish or row.ticket.cut()
         return torch.full_like(scores, -torch.inf).scatter(1, drawn.tokens[:, None], 0.0)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from rolecall.policy.attend_ops import Segments, attend_into
 from rolecall.policy.families import unsupported
 from rolecall.policy.flat_ops import rotated
+from rolecall.policy.sharded import whole
 from rolecall.rollout.engine import check_weights, weights_hash
 from rolecall.rollout.kernels import DecodeKernels, kernels_for
 from rolecall.rollout.linear import Linear
@@ -107,13 +108,14 @@ class LlamaDecoder:
         self.head = None
 
     def _own(self, weight: Tensor) -> Tensor:
-        return weight.detach().to(self.dtype, copy=True)
+        return whole(weight.detach()).to(self.dtype, copy=True)
 
     def _layer(self, weights: Mapping[str, Tensor], prefix: str) -> Layer:
         def join(block: str, *names: str) -> Linear:
             parts = [f"{prefix}{block}.{name}_proj" for name in names]
-            weight = torch.cat([weights[f"{part}.weight"].detach().to(self.dtype) for part in parts])
-            biases = [weights[f"{part}.bias"].detach().to(self.dtype) for part in parts if f"{part}.bias" in weights]
+            weight = torch.cat([whole(weights[f"{part}.weight"].detach()).to(self.dtype) for part in parts])
+            given = [weights[f"{part}.bias"] for part in parts if f"{part}.bias" in weights]
+            biases = [whole(bias.detach()).to(self.dtype) for bias in given]
             return Linear(weight, torch.cat(biases) if biases else None)
 
         def norm(name: str) -> Tensor | None:

@@ -6,7 +6,7 @@ tokens only.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -15,20 +15,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rolecall.rollout.engine import LocalEngine
+from rolecall.rollout.engine import Flight, LocalEngine, LocalFlight
 from rolecall.rollout.llama import KVCache, LlamaDecoder
-from rolecall.rollout.sampler import Drawn, draw, uniforms
-from rolecall.rollout.stops import Answer
-from rolecall.types import Completion, Request
+from rolecall.rollout.sampler import Drawn, draw, logprobs_of, uniforms
+from rolecall.rollout.stops import Answer, Ticket
+from rolecall.types import Completion
 
 _PREFILL_TOKENS = 4096
+_SCORED_AT_ONCE = 64
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Prompt:
     """A request with answers that wait to be let in, and its prefilled state once there is one."""
 
-    request: Request
+    ticket: Ticket
     waiting: deque[Answer]
     length: int
     kv: Tensor | None = None
@@ -36,7 +37,7 @@ class _Prompt:
 
 
 class NativeEngine(LocalEngine):
-    """Samples from a copy of the model's weights in its dtype. An answer's place in `rows` is its slot in the cache."""
+    """Samples from a copy of the model's weights in its dtype."""
 
     def __init__(self, model: Any, tokenizer: Any, *, cache_bytes: int = 2 * 2**30, **settings: Any) -> None:
         """`settings` as in `LocalEngine`; fewer answers grow at a time if their cache would exceed `cache_bytes`."""
@@ -66,110 +67,23 @@ class NativeEngine(LocalEngine):
         """The fingerprint of the weights in use."""
         return self._hash
 
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the model knows."""
+        return self._decoder.vocabulary
+
     @torch.inference_mode()
-    def stream(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Answers as they end. Other calls may be made between them, except `load`."""
-        answers = self._start(requests, vocabulary=self._decoder.vocabulary)
-        waiting = deque(_Prompt(r, deque(a), len(r.prompt_ids)) for r, a in zip(requests, answers, strict=True))
-        if not waiting:
-            return
-        if not self._decoder.layers:
-            raise RuntimeError("the engine's weights were released; load some before requesting answers")
-        loads, cache, slots = self._loads, *self._cache_for(requests)
-        rows: list[Answer] = []
-        hidden = self._admit(waiting, rows, cache, slots)
-        while rows:
-            drawn = self._draw(rows, hidden)
-            supports = drawn.supports or repeat(None)
-            tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
-            for row, token, logprob, support in zip(rows, tokens, logprobs, supports, strict=False):
-                row.add(token, logprob, support)
-            for slot in reversed(range(len(rows))):
-                if rows[slot].finish is not None:
-                    yield self._leave(rows, slot, cache)
-            if self._loads != loads:
-                raise RuntimeError(
-                    "new weights were loaded while answers of the old ones were growing; read the stream to its end first"
-                )
-            hidden = hidden[:0]
-            if rows:
-                last, lengths = ([row.ids[-1] for row in rows], [row.length - 1 for row in rows])
-                hidden = self._decoder.step(torch.tensor(last), torch.tensor(lengths), cache)
-            hidden = torch.cat([hidden, self._admit(waiting, rows, cache, slots)])
-        self._cache = cache  # not after an error, which may leave NaN in it
+    def score(self, ids: Sequence[int]) -> list[float]:
+        """log p of every token but the first, by the weights that answers are drawn with."""
+        hidden = self._decoder.prefill(torch.tensor([ids]))[0][0, :-1]
+        parts = zip(hidden.split(_SCORED_AT_ONCE), torch.tensor(ids)[1:].split(_SCORED_AT_ONCE), strict=True)
+        return [x for rows, targets in parts for x in logprobs_of(self._decoder.logits(rows), targets)]
 
-    def _cache_for(self, requests: Sequence[Request]) -> tuple[KVCache, int]:
-        """The cache of the last call if it is large enough, else a new one; and how many of its slots to use.
+    def open(self) -> Flight:
+        """A flight that lets new requests in between any two tokens."""
+        return _Decoding(self)
 
-        The cache is taken away from the engine, so that another stream makes its own. The slots depend on the requests
-        alone, never on what an earlier call left behind: the same call gives the same batches.
-        """
-        length = max(min(len(r.prompt_ids) + r.sampling.max_new_tokens, self.context_length) for r in requests)
-        fit = self.cache_bytes // (self._decoder.bytes_per_token() * length)
-        slots = max(1, min(self.max_rows, fit, sum(r.n for r in requests)))
-        cache, self._cache = self._cache, None
-        if cache is None or cache.slots < slots or cache.length < length:
-            del cache  # free the old one first
-            cache = self._decoder.cache(slots=slots, length=length)
-        return cache, slots
-
-    def _admit(self, waiting: deque[_Prompt], rows: list[Answer], cache: KVCache, slots: int) -> Tensor:
-        """Let waiting samples into free slots; the hidden states to draw their first tokens from, in order."""
-        new: list[Tensor] = []
-        self._prefill(waiting, slots - len(rows))
-        while waiting and len(rows) < slots:
-            prompt = waiting[0]
-            assert prompt.kv is not None
-            assert prompt.hidden is not None
-            cache.put(len(rows), prompt.kv)
-            rows.append(prompt.waiting.popleft())
-            new.append(prompt.hidden)
-            if not prompt.waiting:
-                waiting.popleft()
-        return torch.stack(new) if new else self._decoder.embedding[:0]
-
-    def _prefill(self, waiting: deque[_Prompt], free: int) -> None:
-        """Compute the prompts whose samples enter next: those that go on from equally long caches together."""
-        wanted: dict[int, list[tuple[_Prompt, Tensor | None]]] = {}
-        for prompt in waiting:
-            if free <= 0:
-                break
-            free -= len(prompt.waiting)
-            if prompt.kv is None:
-                past = self._known(prompt)
-                wanted.setdefault(0 if past is None else past.shape[3], []).append((prompt, past))
-        for start, prompts in wanted.items():
-            prompts.sort(key=lambda pair: pair[0].length)
-            while prompts:
-                count = max(1, min(len(prompts), _PREFILL_TOKENS // (prompts[-1][0].length - start)))
-                batch, prompts = prompts[-count:], prompts[:-count]
-                self._prefill_batch(batch, start)
-
-    def _prefill_batch(self, batch: list[tuple[_Prompt, Tensor | None]], start: int) -> None:
-        """Those of like length together; each has `start` tokens in its cache."""
-        ids = torch.zeros(len(batch), batch[-1][0].length - start, dtype=torch.long)
-        for i, (prompt, _) in enumerate(batch):
-            ids[i, : prompt.length - start] = torch.tensor(prompt.request.prompt_ids[start:])
-        known = [past for _, past in batch if past is not None]
-        hidden, kv = self._decoder.prefill(ids, torch.stack(known, dim=2)) if known else self._decoder.prefill(ids)
-        for i, (prompt, past) in enumerate(batch):
-            new = kv[:, :, i, :, : prompt.length - start]
-            prompt.hidden = hidden[i, prompt.length - start - 1].clone()
-            prompt.kv = new.clone() if past is None else torch.cat([past, new], dim=3)
-
-    def _known(self, prompt: _Prompt) -> Tensor | None:
-        """The conversation's cache as far as the prompt begins with it."""
-        name = prompt.request.conversation
-        known = self._conversations.pop(name, None) if name is not None else None
-        if known is None:
-            return None
-        ids, past = known
-        # At least the last token is fed again, for its hidden state.
-        pairs = zip(ids, prompt.request.prompt_ids[:-1], strict=False)
-        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), prompt.length - 1))
-        return past[:, :, :, :shared] if shared else None
-
-    def _draw(self, rows: list[Answer], hidden: Tensor) -> Drawn:
+    def draw(self, rows: list[Answer], hidden: Tensor) -> Drawn:
         """The next token of every row, each by its own settings and its own random number; like rows together."""
         logits = self._decoder.logits(hidden)
         keys = np.array([row.key for row in rows], dtype=np.uint64)
@@ -190,20 +104,180 @@ class NativeEngine(LocalEngine):
                 supports[i] = ids
         return Drawn(tokens, logprobs, supports)
 
-    def _leave(self, rows: list[Answer], slot: int, cache: KVCache) -> Completion:
+    def known(self, prompt: _Prompt) -> Tensor | None:
+        """The conversation's cache as far as the prompt begins with it."""
+        name = prompt.ticket.request.conversation
+        known = self._conversations.pop(name, None) if name is not None else None
+        if known is None:
+            return None
+        ids, past = known
+        # At least the last token is fed again, for its hidden state.
+        pairs = zip(ids, prompt.ticket.request.prompt_ids[:-1], strict=False)
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), prompt.length - 1))
+        return past[:, :, :, :shared] if shared else None
+
+    def keep(self, conversation: str, ids: tuple[int, ...], kv: Tensor) -> None:
+        """Keep a conversation's cache. Those that went longest without a turn are dropped while all take too much room."""
+        self._conversations[conversation] = (ids, kv)
+        while sum(kv.nbytes for _, kv in self._conversations.values()) > self.cache_bytes:
+            self._conversations.popitem(last=False)
+
+
+class _Decoding(LocalFlight):
+    """Requests in flight: with each step, every answer that grows gets a token. An answer's place in `_rows` is its slot in
+    the cache."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        super().__init__(engine)
+        self._engine, self._decoder, self._loads = engine, engine._decoder, engine._loads
+        self._waiting: deque[_Prompt] = deque()
+        self._rows: list[Answer] = []
+        self._cache: KVCache | None = None
+        self._slots = 0  # how many of the cache's are used
+        self._crowded = False  # True while answers must end before the cache can be made for what waits
+
+    def __len__(self) -> int:
+        return len(self._rows) + sum(len(p.waiting) for p in self._waiting) + sum(map(len, self._new))
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[Ticket, Completion]]:
+        """A token for every answer that grows, and for those that find room now."""
+        self._take()
+        ended = self._cut() if self._cuts else []
+        rows, hidden = self._rows, self._decoder.embedding[:0]
+        if rows:
+            assert self._cache is not None
+            last, lengths = ([row.ids[-1] for row in rows], [row.length - 1 for row in rows])
+            hidden = self._decoder.step(torch.tensor(last), torch.tensor(lengths), self._cache)
+        hidden = torch.cat([hidden, self._admit()])
+        if rows:
+            drawn = self._engine.draw(rows, hidden)
+            supports = drawn.supports or repeat(None)
+            tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
+            for row, token, logprob, support in zip(rows, tokens, logprobs, supports, strict=False):
+                row.add(token, logprob, support)
+            ended += [self._leave(slot) for slot in reversed(range(len(rows))) if rows[slot].finish is not None]
+        if self._cache is not None and not (rows or self._waiting):
+            self._engine._cache, self._cache = self._cache, None  # not after an error, which may leave NaN in it
+        return ended
+
+    def _take(self) -> None:
+        """Take on what was added, and make the cache for it."""
+        engine = self._engine
+        if self._loads != engine._loads and (self._rows or any(prompt.kv is not None for prompt in self._waiting)):
+            raise RuntimeError(
+                "new weights were loaded while answers of the old ones were growing; read the stream to its end first"
+            )
+        self._loads = engine._loads
+        new = [self._new.popleft() for _ in range(len(self._new))]
+        self._waiting.extend(_Prompt(a[0].ticket, deque(a), a[0].length) for a in new)
+        if not self._decoder.layers and self._waiting:
+            raise RuntimeError("the engine's weights were released; load some before requesting answers")
+        if new or self._crowded:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """A cache that is large enough, with the sequences of the one before.
+
+        It is the one of the last flight if that will do, which is taken away from the engine, so that another flight makes
+        its own. How many slots are used depends on what is in flight alone, never on what an earlier call left behind: the
+        same call gives the same batches.
+        """
+        engine, rows = self._engine, self._rows
+        requests = [*(prompt.ticket.request for prompt in self._waiting), *(row.request for row in rows)]
+        length = max(min(len(r.prompt_ids) + r.sampling.max_new_tokens, engine.context_length) for r in requests)
+        fit = max(1, engine.cache_bytes // (self._decoder.bytes_per_token() * length))
+        slots = min(engine.max_rows, fit, len(rows) + sum(len(prompt.waiting) for prompt in self._waiting))
+        self._crowded = slots < len(rows)
+        if self._crowded:
+            return
+        if self._cache is None:
+            self._cache, engine._cache = engine._cache, None
+        self._slots, old = slots, self._cache
+        if old is None or old.slots < slots or old.length < length:
+            if rows:  # others will come, so that the next need not copy again
+                slots = min(engine.max_rows, fit)
+            else:
+                old = self._cache = None  # free it first
+            self._cache = self._decoder.cache(slots=slots, length=length)
+            for slot, row in enumerate(rows):
+                assert old is not None
+                self._cache.put(slot, old.get(slot, row.length - 1))
+
+    def _cut(self) -> list[tuple[Ticket, Completion]]:
+        """Take out the answers of requests that were cancelled or have no time left."""
+        ended, kept, version = [], deque[_Prompt](), self._engine.version
+        for prompt in self._waiting:
+            if (finish := prompt.ticket.cut()) is None:
+                kept.append(prompt)
+                continue
+            for answer in prompt.waiting:
+                answer.finish = finish
+                ended.append((prompt.ticket, answer.completion(version)))
+        self._waiting = kept
+        for slot in reversed(range(len(self._rows))):
+            self._rows[slot].finish = self._rows[slot].ticket.cut()
+            if self._rows[slot].finish is not None:
+                ended.append(self._leave(slot))
+        return ended
+
+    def _admit(self) -> Tensor:
+        """Let waiting samples into free slots; the hidden states to draw their first tokens from, in order."""
+        new: list[Tensor] = []
+        free = 0 if self._crowded else self._slots - len(self._rows)
+        self._prefill(free)
+        for _ in range(free):
+            if not self._waiting:
+                break
+            prompt = self._waiting[0]
+            assert prompt.kv is not None
+            assert prompt.hidden is not None
+            assert self._cache is not None
+            self._cache.put(len(self._rows), prompt.kv)
+            self._rows.append(prompt.waiting.popleft())
+            new.append(prompt.hidden)
+            if not prompt.waiting:
+                self._waiting.popleft()
+        return torch.stack(new) if new else self._decoder.embedding[:0]
+
+    def _prefill(self, free: int) -> None:
+        """Compute the prompts whose samples enter next: those that go on from equally long caches together."""
+        wanted: dict[int, list[tuple[_Prompt, Tensor | None]]] = {}
+        for prompt in self._waiting:
+            if free <= 0:
+                break
+            free -= len(prompt.waiting)
+            if prompt.kv is None:
+                past = self._engine.known(prompt)
+                wanted.setdefault(0 if past is None else past.shape[3], []).append((prompt, past))
+        for start, prompts in wanted.items():
+            prompts.sort(key=lambda pair: pair[0].length)
+            while prompts:
+                count = max(1, min(len(prompts), _PREFILL_TOKENS // (prompts[-1][0].length - start)))
+                batch, prompts = prompts[-count:], prompts[:-count]
+                self._prefill_batch(batch, start)
+
+    def _prefill_batch(self, batch: list[tuple[_Prompt, Tensor | None]], start: int) -> None:
+        """Those of like length together; each has `start` tokens in its cache."""
+        ids = torch.zeros(len(batch), batch[-1][0].length - start, dtype=torch.long)
+        for i, (prompt, _) in enumerate(batch):
+            ids[i, : prompt.length - start] = torch.tensor(prompt.ticket.request.prompt_ids[start:])
+        known = [past for _, past in batch if past is not None]
+        hidden, kv = self._decoder.prefill(ids, torch.stack(known, dim=2)) if known else self._decoder.prefill(ids)
+        for i, (prompt, past) in enumerate(batch):
+            new = kv[:, :, i, :, : prompt.length - start]
+            prompt.hidden = hidden[i, prompt.length - start - 1].clone()
+            prompt.kv = new.clone() if past is None else torch.cat([past, new], dim=3)
+
+    def _leave(self, slot: int) -> tuple[Ticket, Completion]:
         """Take a finished row out; the last row moves into its slot. The cache lacks each row's last token."""
-        row = rows[slot]
+        row, rows, cache = self._rows[slot], self._rows, self._cache
+        assert cache is not None
         if row.request.conversation is not None:
             known = (*row.request.prompt_ids, *row.ids[:-1])
-            self._conversations[row.request.conversation] = (known, cache.get(slot, len(known)))
-            self._forget()
+            self._engine.keep(row.request.conversation, known, cache.get(slot, len(known)))
         last = rows.pop()
         if slot < len(rows):
             cache.move(len(rows), slot, last.length - 1)
             rows[slot] = last
-        return row.completion(self.version)
-
-    def _forget(self) -> None:
-        """Drop the conversations that went longest without a turn while they take more room than the cache may."""
-        while sum(kv.nbytes for _, kv in self._conversations.values()) > self.cache_bytes:
-            self._conversations.popitem(last=False)
+        return row.ticket, row.completion(self._engine.version)

@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 
+from rolecall.errors import UserError
 from rolecall.policy.families import unsupported
 from rolecall.policy.load import LoadedModel
 from rolecall.rollout.engine import Engine
@@ -29,8 +30,12 @@ def open_engine(
 
     `auto` is the native engine where it can run the model, else the hf engine.
     """
+    place = loaded.model.device.type
+    elsewhere = f"it samples on the CPU, and the model is on {place}" if place != "cpu" else None
+    if name == "native" and elsewhere:
+        raise UserError(f"the native engine cannot sample from {loaded.name}: {elsewhere}; use --engine.name hf")
     if name == "auto":
-        reason = unsupported(loaded.model)
+        reason = elsewhere or unsupported(loaded.model)
         if reason is not None:
             _logger.info("sampling from %s with the hf engine, not the native one: %s", loaded.name, reason)
         name = "native" if reason is None else "hf"

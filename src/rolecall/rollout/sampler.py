@@ -85,6 +85,12 @@ def draw(
     return Drawn(tokens, logprobs, supports)
 
 
+def logprobs_of(logits: Float[Tensor, "rows vocab"], targets: Int[Tensor, "rows"]) -> list[float]:
+    """log p of a token per row, at temperature 1."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return (wide.gather(1, targets[:, None]).squeeze(1) - wide.logsumexp(-1)).tolist()
+
+
 def support(z: Float[Tensor, "rows vocab"], sampling: Sampling) -> Bool[Tensor, "rows vocab"]:
     """The tokens that may be drawn, from tempered logits: top_k, then top_p among these, then min_p.
 
@@ -121,7 +127,7 @@ def _invert(weights: Float[Tensor, "rows vocab"], u: Float[Tensor, "rows"]) -> I
     goal = u.double()[:, None] * block_ends[:, -1:]
     block = _first_beyond(block_ends, goal)
     before = torch.where(block > 0, block_ends.gather(1, (block - 1).clamp(min=0)), 0)
-    inside = blocks[torch.arange(rows), block[:, 0]].double().cumsum(-1)
+    inside = blocks[torch.arange(rows, device=blocks.device), block[:, 0]].double().cumsum(-1)
     return (block * _BLOCK + _first_beyond(inside, goal - before)).squeeze(1)
 
 

@@ -1,5 +1,6 @@
 """An answer in the making, and when it ends."""
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,10 +47,27 @@ class StopRule:
         return any(s in text for s in self.stop_strings)
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class Ticket:
+    """A request that an engine has taken on."""
+
+    request: Request
+    deadline: float | None = None
+    """When its answers end at the latest, by `time.monotonic()`."""
+    cancelled: bool = False
+
+    def cut(self) -> Finish | None:
+        """Why its answers end now, whatever they hold; None: they go on."""
+        if self.cancelled:
+            return Finish.ABORT
+        return Finish.TIMEOUT if self.deadline is not None and time.monotonic() >= self.deadline else None
+
+
 @dataclass(kw_only=True, slots=True)
 class Answer:
     """An answer in the making."""
 
+    ticket: Ticket
     request: Request
     sample: int
     key: int
@@ -90,12 +108,14 @@ class Answer:
         )
 
 
-def empty_answers(request: Request, *, stop_ids: tuple[int, ...], tokenizer: Any, context_length: int) -> list[Answer]:
+def empty_answers(ticket: Ticket, *, stop_ids: tuple[int, ...], tokenizer: Any, context_length: int) -> list[Answer]:
     """The answers of a request, before their first tokens."""
+    request = ticket.request
     stops = StopRule.of(request.sampling, stop_ids, tokenizer)
     samples = range(request.first_sample, request.first_sample + request.n)
     return [
         Answer(
+            ticket=ticket,
             request=request,
             sample=sample,
             key=key,

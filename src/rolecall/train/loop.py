@@ -1,6 +1,7 @@
 """The loop: collect, update, log, evaluate, save. It knows one protocol and nothing of what is learned."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
@@ -13,11 +14,12 @@ from rolecall.train import checkpoint
 from rolecall.train.callbacks import Callbacks
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.learner import Learner
+from rolecall.train.parts import Parts
 from rolecall.train.peers import PeerLost, Peers
-from rolecall.train.persist import NotFinite
 from rolecall.train.progress import Progress
 from rolecall.train.rundir import RunDir
 from rolecall.train.signals import Dropped, StopSignals
+from rolecall.train.state import NotFinite
 from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
 
@@ -95,15 +97,16 @@ class Loop:
         callbacks: Callbacks | None = None,
         updater: Updater | None = None,
         peers: Peers | None = None,
+        parts: Parts | None = None,
         grace: float = 30.0,
     ) -> None:
         """`write` puts all state into a checkpoint directory; `agree` is the maximum of a number over ranks. `updater` is what
-        moves the weights, if anything does; `grace` is for `StopSignals`."""
+        moves the weights, if anything does; `parts` those of a sharded run, which all ranks save; `grace` is for `StopSignals`."""
         self.learner, self.options, self.run, self.config = learner, options, run, config
         self.write, self.evaluate, self.progress, self.timer = write, evaluate, progress, timer
         self.agree, self.log = agree, log
         self.callbacks = callbacks or Callbacks((), path=Path(), steps=options.steps)
-        self.updater, self.peers, self.grace = updater, peers or Peers(), grace
+        self.updater, self.peers, self.parts, self.grace = updater, peers or Peers(), parts, grace
         self.best: float | None = None
         self.best_step: int | None = None
         self._bad = self._disk_failures = 0
@@ -219,6 +222,8 @@ class Loop:
         whole = moves == self._moved()
         if whole:
             back()
+        if whole and self.parts is not None:  # a save needs all ranks
+            whole = lost is None and self.peers.all_stopped_at(self._done)
         if whole and self._done and (self._saved != self._done or self._unevaluated):
             try:
                 self._save(self._done, stop)
@@ -350,11 +355,14 @@ class Loop:
     def _save(self, step: int, stop: StopSignals) -> None:
         """A checkpoint; if the disk is full the run goes on and tries again at the next one."""
         if self.run is None:
+            if self.parts is not None:
+                with stop.saving():
+                    self.parts.assist()
             return
         protect = {self.best_step} if self.best_step is not None else set()
         extra = {"step": step, "loop": self.state_dict()}
         try:
-            with self.timer.phase("save"), stop.saving():
+            with self.timer.phase("save"), stop.saving(), self.parts.saving() if self.parts else nullcontext():
                 self.run.sync()
                 path = checkpoint.save(
                     self.run.checkpoints,

@@ -108,6 +108,20 @@ class Peers:
     def _is_lost(self) -> bool:
         return self.lost is not None
 
+    def all_stopped_at(self, step: int) -> bool:
+        """Whether all ranks have broken off after the same step, within a few seconds; then they can still save together."""
+        self._store.set(f"{self._keys[self.rank]}/stopped", str(step))
+        for key in self._keys:
+            for _ in range(int(5 / self.interval)):
+                if self._store.check([f"{key}/stopped"]):
+                    break
+                sleep(self.interval)
+            else:
+                return False
+            if int(self._store.get(f"{key}/stopped")) != step:
+                return False
+        return True
+
     def leave(self, code: int, why: str) -> None:
         """Tell the others that this rank ends before the job does, and give them the time to hear it."""
         if self.ranks == 1 or self._closing.is_set():

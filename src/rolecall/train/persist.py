@@ -11,13 +11,10 @@ from rolecall.policy.load import LoadedModel, save
 from rolecall.policy.lora import export, has_adapter
 from rolecall.policy.model import PolicyModel
 from rolecall.train.manifest import RefusedCheckpointError
-from rolecall.train.state import first_non_finite, read_state, write_state
+from rolecall.train.parts import FOLDER, Parts
+from rolecall.train.state import NotFinite, first_non_finite, read_state, write_state
 
 _STATE = "trainer"
-
-
-class NotFinite(RuntimeError):
-    """A weight is NaN or infinite, so nothing is saved."""
 
 
 def write_checkpoint(
@@ -47,6 +44,7 @@ def read_checkpoint(
     directory: Path, *, policy: LoadedModel, module: PolicyModel, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Put a checkpoint's weights and optimiser back; returns (learner state, extra)."""
+    refuse_parts(directory)
     state = read_state(directory, _STATE)
     own = dict(module.named_parameters())
     weights = dict(state["beside"])
@@ -71,6 +69,28 @@ def read_checkpoint(
             f"the checkpoint {directory} is of another model: its optimiser has other parameters ({error})"
         ) from error
     return state["learner"], state["extra"]
+
+
+def write_parts(directory: Path, parts: Parts, *, learner: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+    """The same of a sharded run, on rank 0: every rank writes its part of weights and optimiser."""
+    optimizer = parts.write(directory)
+    held = {name: None if name == "reference" else value for name, value in learner.items()}  # among the parts
+    write_state(directory, _STATE, {"optimizer": optimizer, "learner": held, "extra": dict(extra)})
+
+
+def read_parts(directory: Path, parts: Parts) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Put the checkpoint of a sharded run back, whatever the number of ranks; returns (learner state, extra)."""
+    state = read_state(directory, _STATE)
+    parts.read(directory, state["optimizer"])
+    return state["learner"], state["extra"]
+
+
+def refuse_parts(directory: Path) -> None:
+    """Raise if a checkpoint is of a sharded run."""
+    if (directory / FOLDER).is_dir():
+        raise RefusedCheckpointError(
+            f"the checkpoint {directory} is of a sharded run: resume it with --train.shard fsdp2, with any number of processes"
+        )
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from rolecall.experience.batches import lengths_of, micro_batches
-from rolecall.policy.model import Against, Outputs, shares_prefixes
+from rolecall.policy.model import Against, Outputs, filler, shares_prefixes
+from rolecall.policy.sharded import rest, rounds
 from rolecall.train.timing import Timer
 from rolecall.types import Batch
 
@@ -44,9 +45,18 @@ def score(
             keep=keep and len(parts) == 1,
             supports=part.supports and part.supports.to(device),
         )
-        for name, tensor in zip(Outputs._fields, out, strict=True):
-            if tensor is not None:
-                found.setdefault(name, torch.zeros(batch.ids.shape))[rows, :time] = tensor.float().cpu()
+        _put(found, batch, out, (rows, slice(time)))
         if timer is not None:
             timer.advance(done, len(parts), "micro-batches")
+    for _ in range(rounds(plain, len(parts)) - len(parts)):  # other ranks have more
+        _put(found, batch, module(*filler(device), temperature=temperature, against=against), None)
+    rest(plain)
     return Outputs(found["logprobs"], found["entropy"], found.get("values"), found.get("kl"))
+
+
+def _put(found: dict[str, Tensor], batch: Batch, out: Outputs, place: tuple[Tensor, slice] | None) -> None:
+    for name, tensor in zip(Outputs._fields, out, strict=True):
+        if tensor is not None:
+            held = found.setdefault(name, torch.zeros(batch.ids.shape))
+            if place is not None:
+                held[place] = tensor.float().cpu()

@@ -26,7 +26,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rolecall.files import disk_errno, disk_error
+from rolecall.policy.sharded import local
 from rolecall.train.formats import check_format
+
+
+class NotFinite(RuntimeError):
+    """A weight is NaN or infinite, so nothing is saved."""
 
 
 def write_state(directory: Path, name: str, state: object) -> None:
@@ -69,10 +74,12 @@ def read_state(directory: Path, name: str) -> Any:
 
 
 def first_non_finite(state: object) -> str | None:
-    """The path of the first tensor in `state` that holds nan or inf, such as `state/0/exp_avg`; None if all is well."""
+    """The path of the first tensor in `state` that holds nan or inf, such as `state/0/exp_avg`; None if all is well.
+    Of a tensor that lies in parts, this rank's part."""
     for path, tensor in _tensors(state, ()):
         if not (tensor.is_floating_point() or tensor.is_complex()):
             continue
+        tensor = local(tensor)
         wide = tensor.float() if tensor.element_size() == 1 else tensor
         if not bool(torch.isfinite(wide).all()):
             return "/".join(path)

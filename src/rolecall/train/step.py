@@ -11,7 +11,7 @@ does not depend on how the batch was cut into micro-batches or spread over ranks
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,8 @@ from rolecall.experience.batches import lengths_of, micro_batches
 from rolecall.maths.reduce import denominator_of, position_weights, sequence_lengths
 from rolecall.maths.roles import Verdict
 from rolecall.policy.dropout import dropping
-from rolecall.policy.model import Against, Outputs, PolicyModel, shares_prefixes
+from rolecall.policy.model import Against, Outputs, PolicyModel, filler, shares_prefixes
+from rolecall.policy.sharded import is_sharded, whole
 from rolecall.train.ranks import Ranks
 from rolecall.train.state import first_non_finite
 from rolecall.train.timing import Timer
@@ -190,13 +191,15 @@ class Updater:
         self.optimizer.zero_grad(set_to_none=True)
         for i in range(rounds):
             rows = parts[i] if i < len(parts) else torch.zeros(0, dtype=torch.long)
-            context = nullcontext() if i == rounds - 1 else self.accelerator.no_sync(self.module)
+            # Sharded gradients are exchanged every time: held back, they would lie whole on every rank.
+            last = i == rounds - 1 or is_sharded(self.module)
+            context = nullcontext() if last else self.accelerator.no_sync(self.module)
             where = None if place is None else (*place, i, self.accelerator.process_index)
             with context, dropping(self.module, where):
                 backward(rows)
             self.timer.advance(i + 1, rounds, "micro-batches")
         loss_was_finite = loss_is_finite()
-        grad_norm = float(self._clip())
+        grad_norm = float(whole(self._clip()))
         bad = not (loss_was_finite and math.isfinite(grad_norm))
         # After the exchange gradients are the same everywhere, but memory can fail on one rank alone.
         if bool(self._over_ranks(torch.tensor(float(bad)), "max")):
@@ -238,12 +241,11 @@ class Updater:
     ) -> None:
         device = self.accelerator.device
         if len(rows):
-            part = batch.rows(rows).to(device)
-            part = part.trimmed(max(2, int(lengths_of(part).max())))
+            part = batch.rows(rows)
+            part = part.trimmed(max(2, int(lengths_of(part).max()))).to(device)
             ids, wanted, supports = part.ids, trained(part), part.supports
-        else:  # a filler, so that all ranks make the same number of passes
-            ids = torch.zeros(1, 2, dtype=torch.long, device=device)
-            wanted, supports = torch.zeros_like(ids, dtype=torch.bool), None
+        else:
+            (ids, wanted), supports = filler(device), None
 
         def row_loss(outputs: Outputs, which: slice) -> Tensor:
             return tally.add(loss(outputs, part.rows(which)), outputs, rows[which])
@@ -256,7 +258,7 @@ class Updater:
         """The gradient's norm; a gradient that is not finite is left as it is, to be looked at."""
         given = [p for p in self.module.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in given if p.grad is not None])
-        if self.max_grad_norm is not None and bool(norm.isfinite()):
+        if self.max_grad_norm is not None and bool(whole(norm).isfinite()):
             nn.utils.clip_grads_with_norm_(given, self.max_grad_norm, norm)
         return norm.detach()
 
@@ -268,6 +270,10 @@ class Updater:
             return f"the weight {weight}"
         gradient = first_non_finite({name: p.grad for name, p in held.items() if p.grad is not None})
         return "the loss" if gradient is None else f"the gradient of {gradient}"
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision of the update, for passes beside it. A sharded module has its own."""
+        return nullcontext() if is_sharded(self.module) else self.accelerator.autocast()
 
     @property
     def ranks(self) -> Ranks:
@@ -284,7 +290,7 @@ class Updater:
         return self._over_ranks(x, "max")
 
     def all_gather(self, items: list[Any]) -> list[Any]:
-        """The lists of all ranks, one behind the other."""
+        """The lists of all ranks, one after the other."""
         return items if self.accelerator.num_processes == 1 else list(gather_object(items))
 
     def _over_ranks(self, x: Tensor, how: str) -> Tensor:
@@ -296,7 +302,7 @@ class Updater:
 
 
 def _forget(module: nn.Module) -> None:
-    """What was kept of an earlier pass is of no use behind a step."""
+    """What was kept of an earlier pass is of no use after a step."""
     if isinstance(module, PolicyModel):
         module.forget()
 

@@ -39,6 +39,10 @@ class Timer:
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
 
+    def add(self, name: str, value: float) -> None:
+        """A number that was measured elsewhere."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + value
+
     def counted(self, units: Iterable[T], *, total: int, unit: str) -> Iterator[T]:
         """The same units; each is told to the watcher when it is done."""
         for done, one in enumerate(units, start=1):

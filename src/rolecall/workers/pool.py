@@ -176,7 +176,7 @@ class WorkerPool:
                 why = f"no answer within {self.deadline_s:g} s; it was killed"
                 heard(worker.job, Broken(how="deadline", why=why))
             elif not worker.ready and worker.waited > _LOAD_DEADLINE_S:
-                raise self._retryable(f"{self._what} did not load within {_LOAD_DEADLINE_S:g} s")
+                self._not_loaded(worker, f"{self._what} did not load within {_LOAD_DEADLINE_S:g} s")
 
     def _listen(self, worker: Worker, heard: Heard) -> None:
         ended = worker.process.poll() is not None
@@ -241,6 +241,9 @@ class WorkerPool:
 
     def _start(self, setup: bytes) -> Worker:
         return Worker(self._module, setup, what=self._what, walls=self.walls, namespaces=_namespaces.allowed)
+
+    def _not_loaded(self, worker: Worker, why: str) -> None:
+        raise self._retryable(why)
 
     def _start_failed(self, how: str) -> None:
         self._failed_starts += 1

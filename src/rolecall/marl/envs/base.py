@@ -25,7 +25,7 @@ class EnvSpec:
     agents: tuple[str, ...]
     """All agents there can be, in the order of the arrays."""
     obs_size: int
-    """Numbers an agent sees; those who see less have zeros behind."""
+    """Numbers an agent sees; those who see less are padded with zeros."""
     n_actions: int
     """Actions of the agent that has most; the others' further ones are never available."""
     limit: int

@@ -181,7 +181,7 @@ def _near(rows: int, columns: int) -> bool:
 
 
 def _first(items: NDArray[np.float32], seen: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """What is seen moves to the front, in its order; behind it (-1, -1, 0)."""
+    """What is seen moves to the front, in its order; after it (-1, -1, 0)."""
     if seen.all():
         return items
     order = np.argsort(~seen, axis=2, kind="stable")

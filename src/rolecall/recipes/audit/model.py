@@ -68,7 +68,7 @@ def _template_end(subject: Subject, ending: str) -> Finding | None:
     return error(
         "stop-ids",
         f"the chat template ends a turn with {wrote}, which does not end an answer",
-        f"{ending}; behind an answer the template writes {quoted(tail)}",
+        f"{ending}; after an answer the template writes {quoted(tail)}",
         advice=f"add it to eos_token_id in generation_config.json, or give --sampling.stop_ids {special[0]}"
         if special
         else "give the template an end-of-turn token that is a stop id, or name a text with sampling.stop_strings",
@@ -76,7 +76,7 @@ def _template_end(subject: Subject, ending: str) -> Finding | None:
 
 
 def _goes_on(subject: Subject, rolled: Rolled, ending: str) -> Finding | None:
-    """No answer holds a special token that the model is sure of, and goes on behind it."""
+    """No answer holds a special token that the model is sure of, and goes on after it."""
     tokenizer = subject.policy.tokenizer
     # A pad token that is sampled is judged by `check_padding`, unless the model's files call it an end as well.
     pad = {tokenizer.pad_token_id} - set(subject.policy.stop_ids)
@@ -135,7 +135,7 @@ def _where_stops_come_from(own: tuple[int, ...] | None) -> str:
 
 
 def _after_answer(subject: Subject) -> str | None:
-    """What the template writes behind an answer; None if there is no template or it does not say."""
+    """What the template writes after an answer; None if there is no template or it does not say."""
     conversation = [{"role": "user", "content": "Question?"}, {"role": "assistant", "content": _MARK}]
     try:
         text = _text(subject, conversation, add_generation_prompt=False)

@@ -15,7 +15,7 @@ _FORMS = {
     "as it stands": "{}",
     "in <answer> tags": "<answer>{}</answer>",
     "in \\boxed{}": "\\boxed{{}}",
-    "behind ####": "#### {}",
+    "after ####": "#### {}",
 }
 """How right answers are commonly written; rows often hold the bare result only."""
 _NONSENSE = ("", "I do not know.")

@@ -94,7 +94,7 @@ def check_prompts(setup: Setup, prompts: Prompts) -> Finding:
 
 
 def check_lengths(setup: Setup, prompts: Prompts) -> Finding:
-    """Whether prompts, and answers of full length behind them, fit into the context."""
+    """Whether prompts, and answers of full length after them, fit into the context."""
     check, rows, context = "context", setup.rows, setup.policy.context_length
     room = setup.options.sampling.max_new_tokens
     if prompts.too_long:
@@ -287,9 +287,9 @@ def check_seam(setup: Setup, prompts: Prompts) -> Finding:
         if whole[: len(bare)] != bare:
             merged.append((index, bare, whole))
     if not looked:
-        return skipped(check, "the rows have no answers to put behind their prompts")
+        return skipped(check, "the rows have no answers to put after their prompts")
     if len(merged) <= _MANY_SEAMS * looked:
-        return ok(check, f"answers begin behind their prompts in {share(looked - len(merged), looked)} rows")
+        return ok(check, f"answers begin after their prompts in {share(looked - len(merged), looked)} rows")
     index, ids, whole = merged[0]
     return warning(
         check,

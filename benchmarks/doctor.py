@@ -1,0 +1,92 @@
+"""Does `rolecall doctor` find faults that were planted, and is it quiet about healthy runs?
+
+    python benchmarks/doctor.py [--place runs/doctor] [--only NAME] [--page docs/doctor.md] [--no-runs]
+
+Every fault is planted into short real runs, and each of these is run again with the one setting that the doctor names.
+What is there is not made again, so it can be stopped and started; the tables are written from what is there.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+import doctor_planted
+from doctor_runs import CONTROL_SEEDS, CONTROLS, FAULT_SEEDS, FAULTS, STARTS, Plan
+
+import rolecall
+import rolecall.jobs.running
+from rolecall.errors import UserError
+from rolecall.tasks.names import find_task
+
+ROWS = ("labelled", "mislabelled")
+
+
+def planned() -> Iterator[tuple[str, Plan, int, dict[str, Any]]]:
+    """Every run by name: faults, treatments of one seed each, controls."""
+    for seed in FAULT_SEEDS:
+        yield from ((f"{kind}-{seed}", plan, seed, {}) for kind, plan in FAULTS.items())
+        if seed in CONTROL_SEEDS:
+            yield from ((f"control-{name}-{seed}", plan, seed, {}) for name, plan in CONTROLS.items())
+        if seed == 1:
+            yield from ((f"treated-{kind}-{seed}", plan, seed, plan.treated) for kind, plan in FAULTS.items())
+
+
+def make(place: Path, name: str, plan: Plan, seed: int, changed: dict[str, Any]) -> None:
+    """One run, unless it is there; what only weighs on the disk is removed."""
+    out = place / name
+    if (out / "made.json").is_file():
+        return
+    settings: dict[str, Any] = {"save.every": 0, "seed": seed, **plan.settings, **changed}
+    if plan.job in ("best_of_n",):
+        settings.pop("save.every")
+    if plan.start is not None:
+        settings["model"] = str(place / "starts" / plan.start)
+    for key, target in (("rows", "rows"), ("eval.data", "eval_data")):
+        if settings.get(key) in ROWS:
+            rows = [dict(row) for row in find_task("sorting:length=3").rows("train", n=64, seed=seed)]
+            settings[target] = doctor_planted.mislabelled(rows) if settings.pop(key) == "mislabelled" else rows
+    begun, why = time.process_time(), ""
+    try:
+        with plan.planted():
+            getattr(rolecall, plan.job)(out=str(out), overwrite=True, quiet=True, **settings)
+    except UserError as error:
+        why = str(error)
+    for folder in ("model", "checkpoints"):
+        shutil.rmtree(out / folder, ignore_errors=True)
+    if out.is_dir():
+        (out / "made.json").write_text(json.dumps({"seconds": time.process_time() - begun, "ended": why}))
+    print(f"{name}: {time.process_time() - begun:.1f} s {why}", flush=True)
+
+
+def make_all(place: Path, only: str) -> None:
+    """Starts, then every run whose name begins so."""
+    rolecall.jobs.running.report_at_the_end = lambda run: None  # pages of these runs are not looked at
+    for name, settings in STARTS.items():
+        if not (place / "starts" / name / "model").is_dir():
+            out = str(place / "starts" / name)
+            rolecall.sft(out=out, overwrite=True, quiet=True, **{"optim.lr": 2e-3, "save.every": 0, **settings})
+    for name, plan, seed, changed in planned():
+        if name.removeprefix("treated-").removeprefix("control-").startswith(only):
+            make(place, name, plan, seed, changed)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--place", type=Path, default=Path("runs/doctor"))
+    parser.add_argument("--only", default="", help="runs whose name begins so")
+    parser.add_argument("--no-runs", action="store_true", help="only the tables")
+    parser.add_argument("--page", type=Path)
+    options = parser.parse_args()
+    if not options.no_runs:
+        make_all(options.place, options.only)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""All checks on a run."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rolecall.errors import UserError
+from rolecall.look.doctor import episodes, policy, scores
+from rolecall.look.doctor.finding import Finding
+from rolecall.look.doctor.reading import RunRecord
+from rolecall.look.run import RunFiles, check_directory, is_demo, read_run
+
+CHECKS: tuple[Callable[[RunRecord], Iterator[Finding]], ...] = (
+    policy.lr_too_large,
+    policy.lr_too_small,
+    policy.rounded_away,
+    policy.entropy_collapse,
+    policy.entropy_explosion,
+    policy.kl_blow_up,
+    policy.useless_critic,
+    policy.mismatch,
+    policy.degenerate_weights,
+    policy.stale_replay,
+    scores.length_hacking,
+    scores.repetition,
+    scores.lost_stop,
+    scores.truncation_wall,
+    scores.reward_saturated,
+    scores.flat_groups,
+    scores.phantom_advantages,
+    scores.dominating_part,
+    scores.over_optimised,
+    scores.evaluation_falls,
+    episodes.no_tool_calls,
+    episodes.illegal_actions,
+    episodes.turn_limit,
+    episodes.epsilon_stuck,
+    episodes.stale_target,
+    episodes.idle_agent,
+)
+"""Every kind of finding; the function's name with dashes is the kind."""
+
+
+def findings(run_directory: Path) -> list[Finding]:
+    """What looks wrong with a run, in the order of docs/doctor.md; works while the run goes on."""
+    check_directory(run_directory)
+    if is_demo(run_directory):
+        raise UserError(f"{run_directory} is a demo of several runs; give one of them, such as {run_directory / 'ppo'}")
+    files = read_run(run_directory)
+    if not files.steps:
+        raise UserError(f"{run_directory} has no finished step yet, so there is nothing to look at; let it train first")
+    return findings_of(files)
+
+
+def findings_of(files: RunFiles) -> list[Finding]:
+    """The same of a run whose files are read."""
+    run = RunRecord(files=files)
+    return [one for check in CHECKS for one in check(run)]

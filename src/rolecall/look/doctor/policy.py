@@ -1,0 +1,249 @@
+"""Checks of the policy: entropy, KL, the size of its steps, its critic, the engine that samples from it, and replay."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from rolecall.look.doctor.finding import Finding
+from rolecall.look.doctor.found import found
+from rolecall.look.doctor.reading import Answers, Evidence, RunRecord
+
+
+def entropy_collapse(run: RunRecord) -> Iterator[Finding]:
+    """Entropy below a fifth of its start and below 0.1 nats, while answers still fail."""
+    entropy, reward = run.curve("entropy"), run.curve("reward")
+    if len(entropy) < 8 or not len(reward):
+        return
+    steps = entropy.lasting(lambda e: (e < 0.2 * entropy.first) & (e < 0.1))
+    answers = run.answers(steps) if steps else None
+    if steps is None or answers is None:
+        return
+    best = max(float(np.nanmax(answers.column("score"), initial=-np.inf)), float(reward.values.max()))
+    if reward.mean(steps) >= 0.9 * best > 0:  # it is sure of itself because it is right
+        return
+    texts = answers.table["answer_text"].to_pylist()
+    same = np.array([texts.count(text) for text in texts], np.float64)
+    yield found(
+        "entropy-collapse",
+        "likely",
+        steps,
+        f"entropy fell from {entropy.first:.3g} to {entropy.mean(steps):.2g} nats per token while the mean score is "
+        f"{reward.mean(steps):.3g} and {best:.3g} is possible: the policy no longer tries anything else",
+        answers.most(same),
+        f"--algorithm.entropy_coef {max(0.01, run.number('algorithm.entropy_coef', 0.0) * 3):g}",
+    )
+
+
+def entropy_explosion(run: RunRecord) -> Iterator[Finding]:
+    """Entropy over twice its start and half a nat above it."""
+    entropy = run.curve("entropy")
+    if len(entropy) < 8 or run.files.command != "rl":
+        return
+    steps = entropy.lasting(lambda e: (e > 2 * entropy.first) & (e > entropy.first + 0.5))
+    if steps is None:
+        return
+    coef = run.number("algorithm.entropy_coef", 0.0)
+    yield found(
+        "entropy-explosion",
+        "likely",
+        steps,
+        f"entropy rose from {entropy.first:.3g} to {entropy.last:.3g} nats per token: answers turn into noise",
+        _least_likely(run.answers(steps)),
+        "--algorithm.entropy_coef 0" if coef > 0 else f"--optim.lr {run.number('optim.lr', 1e-5) / 10:g}",
+    )
+
+
+def kl_blow_up(run: RunRecord) -> Iterator[Finding]:
+    """More than half a nat per token away from the reference."""
+    kl = run.curve("kl")
+    steps = kl.lasting(lambda k: k > 0.5) if len(kl) else None
+    if steps is None:
+        return
+    yield found(
+        "kl-blow-up",
+        "likely",
+        steps,
+        f"the KL to the reference reached {kl.values.max():.3g} nats per token ({kl.last:.3g} at the end): the policy has "
+        "left the model that it started from",
+        _far_from_reference(run.answers(steps)),
+        f"--algorithm.kl_coef {max(0.1, 10 * run.number('algorithm.kl_coef', 0.0)):g}",
+    )
+
+
+def lr_too_small(run: RunRecord) -> Iterator[Finding]:
+    """After ten steps the policy is where it was."""
+    rate, taken = run.curve("learning_rate"), run.curve("optimizer_steps")
+    if len(rate) < 10 or run.files.command == "marl" or not rate.values.max() > 0:
+        return
+    kl, moved, margin = run.curve("kl"), run.curve("policy/ratio_max"), run.curve("rewards/margins")
+    steps = (rate.steps[0], rate.steps[-1])
+    lr = f"--optim.lr {max(1e-5, 100 * float(rate.values.max())):g}"
+    if len(kl) >= 10 and np.abs(kl.values).max() < 1e-5:
+        said = f"after {len(rate)} steps the KL to the reference is {kl.values[-1]:.1g} nats per token"
+    elif len(moved) and taken.values.mean() > 1.5 and moved.values.max() < 1.001:
+        said = f"within an update no token's probability changes by more than {moved.values.max() - 1:.1g}"
+    elif len(margin) and np.abs(margin.values).max() < 1e-4:
+        said = f"after {len(rate)} steps the margin between chosen and rejected answers is {margin.values[-1]:.1g}"
+    else:
+        return
+    yield found(
+        "lr-too-small", "certain", steps, f"{said}: this learning rate ({rate.values.max():g}) does nothing", (), lr
+    )
+
+
+def lr_too_large(run: RunRecord) -> Iterator[Finding]:
+    """Updates that move the policy by 0.2 nats and more, or numbers that are not finite."""
+    kl, skipped = run.curve("policy/approx_kl"), run.curve("skipped")
+    lr = f"--optim.lr {float(run.curve('learning_rate').values.max(initial=0)) / 10:g}"
+    bad = [s for s, v in zip(skipped.steps, skipped.values, strict=True) if v > 0]
+    if len(bad) > max(2, len(skipped) // 20):
+        said = f"{len(bad)} steps had a loss or gradient that is not finite and were left out"
+        yield found("lr-too-large", "certain", (bad[0], bad[-1]), said, (), lr)
+        return
+    steps = kl.lasting(lambda k: k > 0.2, least=3) if len(kl) else None
+    if steps is None:
+        return
+    clipped = run.curve("clip_ratio/region_mean")
+    outside = f", with {clipped.mean(steps):.0%} of its tokens outside the clip range" if len(clipped) else ""
+    yield found(
+        "lr-too-large",
+        "likely",
+        steps,
+        f"one update moves the policy by {kl.mean(steps):.2g} nats per token{outside}: its steps are too large",
+        _least_likely(run.answers(steps)),
+        lr,
+    )
+
+
+def useless_critic(run: RunRecord) -> Iterator[Finding]:
+    """A critic that after 15 steps explains nothing of the returns."""
+    explained = run.curve("critic/explained_variance")
+    if len(explained) < 15:
+        return
+    late = explained.values[len(explained) * 2 // 3 :]
+    if late.mean() > 0.02:
+        return
+    rate = run.number("optim.critic_lr", run.number("optim.lr", 1e-5))
+    marl = run.files.command == "marl"
+    yield found(
+        "useless-critic",
+        "certain" if late.max() < 0.02 else "likely",
+        (explained.steps[len(explained) * 2 // 3], explained.steps[-1]),
+        f"the critic explains {late.mean():.1%} of the variance of the returns, so it is no better than a constant",
+        (),
+        f"--ppo.vf_coef {2 * run.number('ppo.vf_coef', 0.5):g}"
+        if marl
+        else f"--optim.critic_lr {max(1e-3, 10 * rate):g}",
+    )
+
+
+def mismatch(run: RunRecord) -> Iterator[Finding]:
+    """Log-probs of engine and trainer that are 0.03 apart, and at least three times as far as at the start."""
+    gap = run.curve("sampling/sampling_logp_difference/mean")
+    steps = gap.lasting(lambda g: (g > 0.03) & (g > 3 * gap.first)) if len(gap) >= 8 else None
+    if steps is None:
+        return
+    yield found(
+        "mismatch",
+        "certain",
+        steps,
+        f"engine and trainer disagree by {gap.last:.2g} nats per token, {gap.last / max(gap.first, 1e-9):.0f} times as much "
+        "as at the start: answers come from another policy than the one that trains",
+        _far_from_engine(run.answers(steps)),
+        f"--engine.dtype {run.option('policy.dtype', 'float32')}",
+    )
+
+
+def degenerate_weights(run: RunRecord) -> Iterator[Finding]:
+    """Importance weights that leave less than 30 % of the sample."""
+    for name, what, setting in (
+        ("sampling/weight_ess", "fresh", f"--engine.dtype {run.option('policy.dtype', 'float32')}"),
+        (
+            "replay/ess",
+            "replayed",
+            f"--replay.max_staleness {max(1, int(run.number('replay.max_staleness', 10)) // 10)}",
+        ),
+    ):
+        ess = run.curve(name)
+        steps = ess.lasting(lambda e: e < 0.3, least=3) if len(ess) else None
+        if steps is not None:
+            yield found(
+                "degenerate-weights",
+                "certain",
+                steps,
+                f"the importance weights of {what} answers are worth {ess.mean(steps):.0%} of as many equal ones: a few "
+                "tokens decide the update",
+                _far_from_engine(run.answers(steps)),
+                setting,
+            )
+            return
+
+
+def stale_replay(run: RunRecord) -> Iterator[Finding]:
+    """Replayed groups of five versions and more, of which a quarter of the positions are clipped or hardly likely."""
+    age, ess = run.curve("replay/age"), run.curve("replay/ess")
+    if not len(age) or len(age) != len(ess):
+        return
+    parts = [run.curve(f"replay/{name}") for name in ("clip_low", "clip_high", "clip_dual", "weighted_out")]
+    lost = np.sum([p.values for p in parts if len(p) == len(age)], axis=0)
+    steps = age.lasting(lambda a: (a >= 5) & ((lost > 0.25) | (ess.values < 0.6)), least=3)
+    if steps is None:
+        return
+    yield found(
+        "stale-replay",
+        "likely",
+        steps,
+        f"replayed answers are {age.mean(steps):.1f} versions old, and their weights are worth {ess.mean(steps):.0%} of as "
+        "many equal ones: the policy that wrote them is long gone",
+        (),
+        f"--replay.max_staleness {max(1, int(run.number('replay.max_staleness', 10)) // 10)}",
+    )
+
+
+def rounded_away(run: RunRecord) -> Iterator[Finding]:
+    """Nine updates in ten are lost in bfloat16."""
+    lost = run.curve("rounded_away")
+    steps = lost.lasting(lambda share: share > 0.9, least=3) if len(lost) else None
+    if steps is not None:
+        said = f"{lost.mean(steps):.1%} of the weights with an update stayed bit for bit where they were: bfloat16 is too coarse"
+        yield found(
+            "rounded-away",
+            "certain",
+            steps,
+            f"{said} for a learning rate of {run.number('optim.lr', 0):g}",
+            (),
+            "--policy.dtype float32",
+        )
+
+
+def _least_likely(answers: Answers | None) -> Evidence:
+    """Answers with their least likely token."""
+    if answers is None:
+        return ()
+    return _largest(answers, [None if x is None else -x for x in answers.lists("behaviour_logprobs")])
+
+
+def _far_from_reference(answers: Answers | None) -> Evidence:
+    """Answers with the token at which policy and reference are furthest apart."""
+    if answers is None:
+        return ()
+    now = [
+        a if a is not None else b
+        for a, b in zip(answers.lists("old_logprobs"), answers.lists("behaviour_logprobs"), strict=True)
+    ]
+    pairs = zip(now, answers.lists("ref_logprobs"), strict=True)
+    return _largest(answers, [None if a is None or b is None else np.abs(a - b) for a, b in pairs])
+
+
+def _far_from_engine(answers: Answers | None) -> Evidence:
+    """Answers with the token at which trainer and engine are furthest apart."""
+    if answers is None:
+        return ()
+    pairs = zip(answers.lists("old_logprobs"), answers.lists("behaviour_logprobs"), strict=True)
+    return _largest(answers, [None if a is None or b is None else np.abs(a - b) for a, b in pairs])
+
+
+def _largest(answers: Answers, numbers: list) -> Evidence:
+    there = [None if x is None or not np.isfinite(x).any() else np.nan_to_num(x, nan=-np.inf) for x in numbers]
+    best = np.array([np.nan if x is None else float(x.max()) for x in there])
+    return answers.most(best, [None if x is None else int(x.argmax()) for x in there])

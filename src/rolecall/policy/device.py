@@ -1,0 +1,38 @@
+"""The device that a run is on, from the name that a user gave it."""
+
+import logging
+
+import torch
+
+from rolecall.config.plan import processes
+from rolecall.errors import UserError
+
+_log = logging.getLogger("rolecall")
+
+
+def open_device(name: str) -> str:
+    """The device by its name, made current if it has a number; `auto` is the accelerator if there is one, else the CPU."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if name == "auto":
+        name = "cpu" if found is None else found.type
+        if found is not None:
+            _log.info("training on %s (%s); --device cpu trains on the CPU", name, _title(found))
+        return name
+    device = torch.device(name)
+    if device.type == "cpu":
+        return name
+    if found is None or found.type != device.type:
+        there = "no GPU" if found is None else f"{found.type} only"
+        raise UserError(f"device {name} was asked for, but torch finds {there}; use --device auto, or --device cpu")
+    if device.index is not None:
+        if processes() > 1:
+            raise UserError(f"device {name} is one, and there are {processes()} processes: give --device {device.type}")
+        if device.index >= torch.accelerator.device_count():
+            raise UserError(f"device {name} was asked for, but torch finds {torch.accelerator.device_count()} of them")
+        torch.accelerator.set_device_index(device.index)
+    return name
+
+
+def _title(device: torch.device) -> str:
+    """What the accelerator is called."""
+    return torch.cuda.get_device_name() if device.type == "cuda" else device.type

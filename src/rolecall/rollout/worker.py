@@ -1,0 +1,127 @@
+"""An engine in a worker process: it answers a unit of requests with the weights that the unit names."""
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from rolecall.policy.load import load
+from rolecall.rollout.engine import Engine
+from rolecall.rollout.open import open_engine
+from rolecall.types import Completion, Finish, Request
+from rolecall.workers.child import Answer, Send
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What a worker makes its engine of."""
+
+    model: str
+    """A directory with the model and its tokenizer."""
+    how: Mapping[str, Any]
+    """Keywords of `load`."""
+    engine: Mapping[str, Any]
+    """Keywords of `open_engine`."""
+    threads: int
+    beat: float
+    """Seconds between signs of life while it samples."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """Requests that are answered together, and by which weights."""
+
+    requests: tuple[Request, ...]
+    weights: str
+    """A safetensors file."""
+    version: int
+    hash: str
+    """`weights_hash` of the weights as the engine must hold them."""
+
+
+def open_worker(setup: Setup) -> tuple[dict[str, Any], Answer]:
+    """(which process it is, what answers units)."""
+    torch.set_num_threads(setup.threads)
+    sampler = Sampler(setup)
+
+    def answer(unit: Unit, send: Send) -> None:
+        lock = threading.Lock()
+
+        def say(message: dict[str, Any]) -> None:
+            with lock:
+                send(message)
+
+        with _beating(say, setup.beat):
+            for completion in sampler.stream(unit):
+                say({"answer": pack(completion)})
+        say({"done": True})
+
+    return {"pid": os.getpid()}, answer
+
+
+class Sampler:
+    """An engine that takes the weights a unit asks for."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.engine: Engine = open_engine(load(setup.model, **setup.how), version=-1, **setup.engine)
+
+    def stream(self, unit: Unit) -> Iterator[Completion]:
+        """The unit's answers as they end, after a check that the weights are those that were published."""
+        if self.engine.version != unit.version:
+            self.engine.load(load_file(unit.weights), unit.version)
+            if (found := self.engine.hash()) != unit.hash:
+                self.engine.version = -1
+                raise RuntimeError(f"the weights of version {unit.version} arrived changed: {found} for {unit.hash}")
+        return self.engine.stream(unit.requests)
+
+
+@contextmanager
+def _beating(say: Send, seconds: float) -> Iterator[None]:
+    """Signs of life from a thread while the block runs."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(seconds):
+            say({"beat": True})
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def pack(c: Completion) -> dict[str, Any]:
+    """A completion as JSON can say it, every number bit for bit."""
+    return {
+        "ids": c.ids,
+        "logprobs": [logprob.hex() for logprob in c.behaviour_logprobs],
+        "finish": str(c.finish),
+        "version": c.policy_version,
+        "prompt": c.prompt,
+        "sample": c.sample,
+        "seed": c.seed,
+        "supports": None if c.supports is None else [ids.hex() for ids in c.supports],
+    }
+
+
+def unpack(said: Mapping[str, Any]) -> Completion:
+    """The completion again."""
+    supports = said["supports"]
+    return Completion(
+        ids=tuple(map(int, said["ids"])),
+        behaviour_logprobs=tuple(map(float.fromhex, said["logprobs"])),
+        finish=Finish(said["finish"]),
+        policy_version=int(said["version"]),
+        prompt=int(said["prompt"]),
+        sample=int(said["sample"]),
+        seed=int(said["seed"]),
+        supports=None if supports is None else tuple(map(bytes.fromhex, supports)),
+    )

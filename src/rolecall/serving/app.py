@@ -1,0 +1,236 @@
+"""The endpoints of `rolecall serve`."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+from uuid import uuid4
+
+from pydantic import Field, TypeAdapter
+from safetensors import SafetensorError
+from safetensors.torch import load as load_bytes
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rolecall.policy.load import LoadedModel
+from rolecall.rollout.engine import LocalEngine, check_numbers, check_request
+from rolecall.rollout.service import Service, ServiceClosedError
+from rolecall.serving import openai
+from rolecall.serving.dialect import STRICT, GenerateBody, Ids, Number, choice, read
+from rolecall.serving.http import UPLOAD, HttpError, HttpRequest
+from rolecall.train.manifest import MANIFEST, DamagedCheckpointError, check_model
+from rolecall.types import Completion, Request
+
+_GENERATE = TypeAdapter(GenerateBody)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Several:
+    __pydantic_config__ = STRICT
+    requests: Annotated[tuple[GenerateBody, ...], Field(min_length=1)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Published:
+    __pydantic_config__ = STRICT
+    directory: str
+    version: Number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Update:
+    __pydantic_config__ = STRICT
+    update_info: _Published
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Score:
+    __pydantic_config__ = STRICT
+    token_ids: Ids
+
+
+_SEVERAL, _UPDATE, _SCORE = TypeAdapter(_Several), TypeAdapter(_Update), TypeAdapter(_Score)
+
+
+class App:
+    """Answers HTTP requests by an engine's service."""
+
+    def __init__(self, loaded: LoadedModel, engine: LocalEngine, *, about: Mapping[str, Any]) -> None:
+        """`about` is what `/version` says beside what it knows itself."""
+        self.loaded, self.engine, self.about = loaded, engine, about
+        self.service = Service(engine)
+        self._routes: dict[tuple[str, str], Callable[[HttpRequest], Awaitable[Any]]] = {
+            ("GET", "/health"): self._health,
+            ("GET", "/version"): self._version,
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/is_paused"): self._is_paused,
+            ("POST", "/inference/v1/generate"): self._generate,
+            ("POST", "/rolecall/v1/generate"): self._generate_several,
+            ("POST", "/rolecall/v1/score"): self._score,
+            ("POST", "/pause"): self._pause,
+            ("POST", "/resume"): self._resume,
+            ("POST", "/update_weights"): self._update_weights,
+            ("POST", "/v1/completions"): self._completions,
+            ("POST", "/v1/chat/completions"): self._chat,
+        }
+
+    async def __call__(self, request: HttpRequest) -> Any:
+        """What to answer."""
+        route = self._routes.get((request.method, request.path))
+        if route is not None:
+            with _said():
+                return await route(request)
+        methods = [method for method, path in self._routes if path == request.path]
+        if methods:
+            raise HttpError(405, f"{request.path} takes {' or '.join(methods)}, not {request.method}")
+        raise HttpError(404, f"there is no {request.path} here")
+
+    async def _health(self, request: HttpRequest) -> Any:
+        return {}
+
+    async def _version(self, request: HttpRequest) -> Any:
+        engine = self.engine
+        return {
+            "server": "rolecall",
+            **self.about,
+            "model": self.loaded.name,
+            "policy_version": engine.version,
+            "hash": await self._on_engine(engine.hash, idle=False),
+            "dtype": str(engine.dtype).removeprefix("torch."),
+            "vocabulary": engine.vocabulary,
+            "context_length": engine.context_length,
+            "stop_ids": list(engine.stop_ids),
+            "paused": self.service.paused,
+            "in_flight": len(self.service),
+        }
+
+    async def _models(self, request: HttpRequest) -> Any:
+        model = {"id": self.loaded.name, "object": "model", "max_model_len": self.engine.context_length}
+        return {"object": "list", "data": [model | {"created": 0, "owned_by": "rolecall"}]}
+
+    async def _is_paused(self, request: HttpRequest) -> Any:
+        return {"is_paused": self.service.paused}
+
+    async def _generate(self, request: HttpRequest) -> Any:
+        (answer,) = await self._answers([read(_GENERATE, request.body)])
+        return answer
+
+    async def _generate_several(self, request: HttpRequest) -> Any:
+        return {"responses": await self._answers(read(_SEVERAL, request.body).requests)}
+
+    async def _answers(self, bodies: Sequence[GenerateBody]) -> list[dict[str, Any]]:
+        """The answers to requests that are taken on together."""
+        for body in bodies:
+            self._check_model(body.model)
+        deadlines = {None if body.rolecall is None else body.rolecall.deadline for body in bodies}
+        if len(deadlines) > 1:
+            raise HttpError(400, "requests that are sent together have one deadline: give all of them the same")
+        requests = [body.request(stop_ids=self.engine.stop_ids) for body in bodies]
+        (seconds,) = deadlines
+        completions = iter(await self._sampled(requests, seconds))
+        answers = []
+        for body in bodies:
+            given = body.sampling_params
+            own = [next(completions) for _ in range(given.n)]
+            scored = None if given.prompt_logprobs is None else await self._scores(body.token_ids)
+            answer: dict[str, Any] = {"request_id": body.request_id or uuid4().hex, "prompt_logprobs": None}
+            answer["choices"] = [choice(i, c, logprobs=given.logprobs is not None) for i, c in enumerate(own)]
+            if scored is not None:
+                pairs = zip(body.token_ids[1:], scored, strict=True)
+                answer["prompt_logprobs"] = [None, *({str(i): {"logprob": x}} for i, x in pairs)]
+            answers.append(answer)
+        return answers
+
+    async def _sampled(self, requests: Sequence[Request], seconds: float | None = None) -> list[Completion]:
+        for request in requests:
+            check_request(request, context_length=self.engine.context_length, vocabulary=self.engine.vocabulary)
+        check_numbers(requests)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        return await asyncio.wrap_future(self.service.submit(requests, deadline=deadline))
+
+    async def _score(self, request: HttpRequest) -> Any:
+        return {"logprobs": await self._scores(read(_SCORE, request.body).token_ids)}
+
+    async def _scores(self, ids: tuple[int, ...]) -> list[float]:
+        if len(ids) > self.engine.context_length or max(ids) >= self.engine.vocabulary:
+            raise HttpError(400, "token_ids are more than the model's context, or hold one outside its vocabulary")
+        return await self._on_engine(lambda: self.engine.score(ids), idle=False) if len(ids) > 1 else []
+
+    async def _on_engine(self, function: Callable[[], Any], *, idle: bool) -> Any:
+        return await asyncio.wrap_future(self.service.call(function, idle=idle))
+
+    async def _pause(self, request: HttpRequest) -> Any:
+        mode = request.query.get("mode", "abort")
+        if mode not in ("abort", "wait"):
+            raise HttpError(400, f"mode={mode} is not known here: give wait or abort")
+        await asyncio.wrap_future(self.service.pause(abort=mode == "abort"))
+        return {"status": "paused"}
+
+    async def _resume(self, request: HttpRequest) -> Any:
+        self.service.resume()
+        return {"status": "resumed"}
+
+    async def _update_weights(self, request: HttpRequest) -> Any:
+        """From a published directory, or from a body that is a safetensors file."""
+        if request.headers.get("content-type") == UPLOAD:
+            version = request.query.get("version", "")
+            if not (version.isascii() and version.isdigit() and len(version) < 19):
+                raise HttpError(400, "weights that are sent need ?version=NUMBER")
+            number, weights = int(version), await asyncio.to_thread(_received, request.body)
+        else:
+            published = read(_UPDATE, request.body).update_info
+            number = published.version
+            weights = await asyncio.to_thread(read_published, Path(published.directory))
+        # A load that has begun is finished, whether or not the client stays to hear of it.
+        await asyncio.shield(self._on_engine(lambda: self.engine.load(weights, number), idle=True))
+        return {"version": number, "hash": await self._on_engine(self.engine.hash, idle=False)}
+
+    async def _completions(self, request: HttpRequest) -> Any:
+        return await self._openai(read(openai.COMPLETION, request.body))
+
+    async def _chat(self, request: HttpRequest) -> Any:
+        return await self._openai(read(openai.CHAT, request.body))
+
+    async def _openai(self, body: openai.CompletionBody | openai.ChatBody) -> Any:
+        self._check_model(body.model)
+        requests = body.requests(self.loaded)
+        return openai.answer(body, self.loaded, requests, await self._sampled(requests))
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.loaded.name):
+            raise HttpError(404, f"model {name!r} is not served here, but {self.loaded.name!r}")
+
+
+def read_published(directory: Path) -> dict[str, Tensor]:
+    """The weights of a directory that was sealed with a manifest, checked against it."""
+    if not (directory / MANIFEST).is_file():
+        raise HttpError(400, f"{directory} has no {MANIFEST}: publish weights with one")
+    try:
+        check_model(directory)
+    except DamagedCheckpointError as error:
+        raise HttpError(400, str(error)) from error
+    weights: dict[str, Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        weights |= load_file(path)
+    return weights
+
+
+def _received(body: bytes) -> dict[str, Tensor]:
+    try:
+        return load_bytes(body)
+    except SafetensorError as error:
+        raise HttpError(400, f"the body is not a safetensors file: {error}") from error
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """What an engine refuses, as a status with its sentence."""
+    try:
+        yield
+    except ServiceClosedError as error:
+        raise HttpError(503, str(error)) from error
+    except ValueError as error:
+        raise HttpError(400, str(error)) from error

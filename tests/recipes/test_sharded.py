@@ -1,0 +1,167 @@
+"""`--train.shard fsdp2`: what lies in parts on several processes is what one process has whole, and so are its checkpoints."""
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from forked_ranks import ended, processes, started
+from safetensors.torch import load_file
+
+from rolecall.cli import main
+from rolecall.experience.store import read_rollouts
+from rolecall.policy.load import load
+
+REWARD = """
+def letters(completions, **columns):
+    return [len(set(text)) / 6 + text.count("1") for text in completions]
+"""
+SHORT = ["--rows", "sorting:length=2", "--prompts", "4", "--samples", "4", "--steps", "2", "--quiet"]
+SHORT += ["--reward", "rewards.py:letters", "--sampling.max_new_tokens", "6", "--optim.lr", "3e-4"]
+ROWS = ["--rows", "addition", "--steps", "2", "--batch", "5", "--quiet", "--eval.every", "2", "--eval.rows", "5"]
+CASES = {
+    "ppo": ["rl", "--preset", "ppo", *SHORT, "--algorithm.kl_coef", "0.05", "--algorithm.minibatches", "3"],
+    "exact KL, new reference": [
+        *("rl", "--preset", "grpo", *SHORT, "--algorithm.kl_coef", "0.05", "--algorithm.kl_kind", "exact"),
+        *("--algorithm.epochs", "2", "--algorithm.reference_every", "1"),
+    ],
+    "lora, KL": ["rl", "--preset", "grpo", *SHORT, "--policy.lora_rank", "4", "--algorithm.kl_coef", "0.05"],
+    "recomputed activations": ["rl", "--preset", "grpo", *SHORT, "--policy.gradient_checkpointing"],
+    "replay": ["rl", "--preset", "grpo", *SHORT, "--steps", "3", "--replay.share", "0.5"],
+    "hf": ["rl", "--preset", "ppo", *SHORT, "--algorithm.critic", "shared", "--engine.name", "hf"],
+    "sft": ["sft", *ROWS],
+    "rm": ["rm", *ROWS],
+    "dpo": ["dpo", *ROWS, "--optim.lr", "1e-3"],
+    "expert iteration": [
+        *("expert-iteration", *SHORT, "--prompts", "5", "--keep", "best"),
+    ],
+}
+SHARDED = ("--train.shard", "fsdp2")
+
+
+def model_of(run):
+    found = {}
+    for path in sorted((run / "model").glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def metrics_of(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text(REWARD)
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_two_processes_hold_in_parts_trains_as_one_process_does(place, case):
+    processes(1, place, *CASES[case], "--out", "whole")
+    processes(2, place, *CASES[case], "--out", "parts", *SHARDED)
+    whole, parts = model_of(place / "whole"), model_of(place / "parts")
+    assert whole.keys() == parts.keys()
+    for name, tensor in whole.items():
+        torch.testing.assert_close(parts[name], tensor, rtol=0, atol=1e-5)
+    for alone, together in zip(metrics_of(place / "whole"), metrics_of(place / "parts"), strict=True):
+        assert alone.keys() == together.keys()
+        assert together == pytest.approx(alone, rel=2e-3, abs=2e-5)
+    if case == "ppo":
+        drawn, again = (read_rollouts(place / run / "rollouts/step-000002.parquet") for run in ("whole", "parts"))
+        ids = {(t.group, t.episode): t.ids for t in drawn.trajectories}
+        assert all(ids[t.group, t.episode] == t.ids for t in again.trajectories)
+        loaded = load(str(place / "parts" / "model"))
+        assert loaded.model.config.architectures == ["LlamaForCausalLM"]
+
+
+def test_in_one_process_the_only_part_is_the_whole_bit_for_bit(place):
+    processes(1, place, *CASES["ppo"], "--out", "whole")
+    assert main([*CASES["ppo"], "--out", "part", *SHARDED]) == 0
+    assert (place / "whole/model/model.safetensors").read_bytes() == (
+        place / "part/model/model.safetensors"
+    ).read_bytes()
+    assert (place / "whole/metrics.jsonl").read_text() == (place / "part/metrics.jsonl").read_text()
+
+
+def files_of(run, step):
+    found = run / f"checkpoints/step-{step:06d}"
+    return {
+        str(path.relative_to(found)): path.read_bytes()
+        for path in sorted(found.rglob("*"))
+        if path.is_file() and path.name != "manifest.json"
+    }
+
+
+LONG = [*CASES["ppo"], "--algorithm.reference_every", "2", "--save.every", "1"]
+
+
+def test_parts_of_one_number_of_processes_are_read_by_another(place):
+    processes(4, place, *LONG, "--steps", "4", "--out", "whole", *SHARDED)
+    processes(2, place, *LONG, "--out", "run", *SHARDED)
+    saved = files_of(place / "run", 2)
+    assert {name for name in saved if name.startswith("parts/")} == {
+        f"parts/shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2)
+    }
+    processes(1, place, "rl", "--resume", "--steps", "3", "--out", "run", "--quiet")
+    processes(4, place, "rl", "--resume", "--steps", "4", "--out", "run", "--quiet")
+    for name, tensor in model_of(place / "whole").items():
+        torch.testing.assert_close(model_of(place / "run")[name], tensor, rtol=0, atol=1e-5)
+    resumed = json.loads((place / "run/run.json").read_text())["resumed"]
+    assert [one["bit_exact"] for one in resumed] == [False, False]
+    assert [["processes", 2, 1] in one["changed"] for one in resumed] == [True, False]
+
+
+@pytest.mark.parametrize("tries", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_sharded_run_that_is_killed_at_any_moment_ends_in_the_same_bytes(place, tries):
+    rng = random.Random(tries)
+    begun = time.monotonic()
+    processes(2, place, *LONG, "--steps", "5", "--out", "whole", *SHARDED)
+    took = time.monotonic() - begun
+    for number in range(tries):
+        out = ["--out", f"killed-{number}"]
+        children = started(2, place, *LONG, "--steps", "5", *out, *SHARDED)
+        time.sleep(rng.uniform(0.3, 1.0) * took)
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        assert set(ended(children)) <= {-9, 0}
+        if not (place / out[1] / "config.json").is_file():  # killed before it was a run
+            continue
+        processes(2, place, "rl", "--resume", "--quiet", *out)
+        run = place / out[1]
+        assert files_of(run, 5) == files_of(place / "whole", 5)
+        assert model_of(run).keys() == model_of(place / "whole").keys()
+        assert (run / "model/model.safetensors").read_bytes() == (place / "whole/model/model.safetensors").read_bytes()
+        assert metrics_of(run) == metrics_of(place / "whole")
+
+
+@pytest.mark.parametrize(
+    ("count", "given", "says"),
+    [
+        (2, ["--train.shard", "none"], "train.shard none is for one process, and there are 2: give ddp or fsdp2"),
+        (1, [*SHARDED, "--train.offload", "reference"], "leave it out on the CPU"),
+        (1, ["--train.offload", "reference"], "train.offload is for parts of a sharded model: give train.shard fsdp2"),
+        (1, [*SHARDED, "--policy.lora_rank", "4", "--policy.quantize", "int8"], "quantised weights cannot be sharded"),
+    ],
+)
+def test_what_cannot_be_held_so_is_refused_in_a_sentence(place, capfd, count, given, says):
+    codes = ended(started(count, place, *CASES["ppo"], "--out", "run", *given))
+    assert codes == [2] * count
+    told = capfd.readouterr().err
+    assert says in told
+    assert "Traceback" not in told
+    assert not (place / "run").exists()
+
+
+def test_a_checkpoint_in_parts_and_a_whole_one_are_not_taken_for_each_other(place, capfd):
+    assert main([*CASES["sft"], "--out", "parts", *SHARDED]) == 0
+    assert main([*CASES["sft"], "--out", "whole"]) == 0
+    capfd.readouterr()
+    assert main(["sft", "--resume", "--steps", "3", "--out", "parts", "--train.shard", "none"]) == 2
+    assert "is of a sharded run: resume it with --train.shard fsdp2" in capfd.readouterr().err
+    assert main(["sft", "--resume", "--steps", "3", "--out", "whole", *SHARDED]) == 2
+    assert "is of a run that was not sharded: resume it without --train.shard fsdp2" in capfd.readouterr().err
