@@ -66,6 +66,13 @@ COMMANDS = (
         light=True,
     ),
     _uses(
+        "diff",
+        "where runs part, and whether seeds differ by more than noise",
+        "use:DiffOptions",
+        "comparing:diff",
+        light=True,
+    ),
+    _uses(
         "push",
         "a run's model on the Hugging Face hub, with a card made from the run",
         "use:PushOptions",

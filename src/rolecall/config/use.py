@@ -200,6 +200,24 @@ class DoctorOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DiffOptions:
+    """Where two runs part, from their files: the first step, answer and token, and what differs there. With several seeds on
+    each side, how far apart their numbers end and whether that is more than noise.
+
+    The exit code is 0 if the runs are the same as far as both go, and 1 if they part.
+    """
+
+    command: ClassVar[str] = "diff"
+    runs: tuple[str, ...] = field(metadata={"bare": True})
+    """The directories of the runs: the first is compared with each other one. Runs whose settings are equal but for the seed
+    are one side."""
+    against: tuple[str, ...] = field(default=(), metadata={"words": True})
+    """The runs of the other side, where equal settings do not tell the sides apart: `A1 A2 --against B1 B2`."""
+    json: bool = False
+    """Print all that was found as one JSON object."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PushOptions:
     """Upload a run's model to the Hugging Face hub, with a model card made from the run and its report."""
 
