@@ -34,6 +34,4 @@ def view(directory: str | Path = "runs", *, port: int, or_any: bool = False, rea
 
     single = (place / "run.json").is_file()
     place = place.resolve()
-    serve(
-        place.parent if single else place, only=place.name if single else None, port=port, or_any=or_any, ready=ready
-    )
+    serve(place.parent if single else place, only=place.name if single else None, port=port, or_any=or_any, ready=ready)

@@ -296,8 +296,8 @@
     point(index) {
       this.index = index;
       if (!this.plot) return;
-      if (index === null) this.plot.setCursor({ left: -10, top: -10 });
-      else this.plot.setCursor({ left: this.plot.valToPos(this.chart.xs[index], "x"), top: 20 });
+      if (index === null) this.plot.setCursor({ left: -10, top: -10 }, true, true);
+      else this.plot.setCursor({ left: this.plot.valToPos(this.chart.xs[index], "x"), top: 20 }, true, true);
     }
 
     keydown(event) {

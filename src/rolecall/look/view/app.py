@@ -179,7 +179,11 @@ _STATIC: dict[str, tuple[str, Callable[[], str]]] = {
     "uplot.js": ("text/javascript", lambda: asset("uplot.js")),
     "view.js": (
         "text/javascript",
-        lambda: '"use strict";\n(() => {\n' + "\n".join(map(asset, ("page.js", "curves.js", "view.js", "plots.js"))) + "})();",
+        lambda: (
+            '"use strict";\n(() => {\n'
+            + "\n".join(map(asset, ("page.js", "curves.js", "view.js", "plots.js")))
+            + "})();"
+        ),
     ),
     "icon.svg": ("image/svg+xml", lambda: asset("icon.svg")),
 }

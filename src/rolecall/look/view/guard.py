@@ -72,7 +72,9 @@ class Guard:
         given = [value for name, value in query if name == TOKEN]
         known = cookie_parser(headers.get("cookie", "")).get(self.cookie, "")
         if not any(secrets.compare_digest(t.encode(), self.token.encode()) for t in given or [known]):
-            return _refused(401, "open the address that rolecall view printed: it ends with the token that is missing here")
+            return _refused(
+                401, "open the address that rolecall view printed: it ends with the token that is missing here"
+            )
         if scope["method"] not in ("GET", "HEAD"):
             return _refused(405, "nothing can be changed here; only GET is answered", allow="GET, HEAD")
         return self._welcome(scope, query) if given else None

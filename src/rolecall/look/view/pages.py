@@ -3,7 +3,7 @@
 import os
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -188,7 +188,9 @@ def _short(value: float | None) -> float | None:
 def address(run: str, *parts: object, **query: object) -> str:
     """The address of a run, or of something of it."""
     path = "/".join(["/run", quote(run, safe=":"), *(quote(str(part), safe="") for part in parts)])
-    given = "&".join(f"{quote(name)}={quote(str(value), safe='')}" for name, value in query.items() if value not in (None, ""))
+    given = "&".join(
+        f"{quote(name)}={quote(str(value), safe='')}" for name, value in query.items() if value not in (None, "")
+    )
     return f"{path}?{given}" if given else path
 
 
@@ -211,6 +213,10 @@ def resume_command(run: Summary, files: RunFiles) -> str:
     here = Path.cwd()
     shown = path.relative_to(here) if path.is_relative_to(here) else path
     processes = files.about.get("processes", 1)
-    start = f"torchrun --nproc_per_node {processes} -m rolecall" if isinstance(processes, int) and processes > 1 else "rolecall"
+    start = (
+        f"torchrun --nproc_per_node {processes} -m rolecall"
+        if isinstance(processes, int) and processes > 1
+        else "rolecall"
+    )
     more = " --steps +100" if run.state == "done" else ""
     return f"{start} {files.command} --out {shlex.quote(str(shown))} --resume{more}"

@@ -233,7 +233,14 @@ def sampled(path: Path) -> list[Line]:
         return []
 
 
-_KEY_SETTINGS = {"optim.lr": "lr", "lr": "lr", "batch": "batch", "prompts": "prompts", "samples": "samples", "seed": "seed"}
+_KEY_SETTINGS = {
+    "optim.lr": "lr",
+    "lr": "lr",
+    "batch": "batch",
+    "prompts": "prompts",
+    "samples": "samples",
+    "seed": "seed",
+}
 
 
 def _settings(config: Mapping[str, Any]) -> list[tuple[str, str]]:
