@@ -164,7 +164,9 @@ class StreamFlight(Flight):
             }
             self._answers = self._stream([t.request for t in begun])
         for completion in self._answers:
-            return [*ended, (self._flying.pop((completion.prompt, completion.sample)), completion)]
+            ended.append((self._flying.pop((completion.prompt, completion.sample)), completion))
+            if self._flying:
+                break  # else to the stream's end, at which it may have more to do
         return ended
 
 
