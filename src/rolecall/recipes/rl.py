@@ -287,6 +287,7 @@ class RLLearner:
         told: dict[str, float] = getattr(self.collector, "take_metrics", dict)()
         if not self.options.ahead:  # else the reward may have scored later steps already, and the collector tells
             told = getattr(self.reward, "take_metrics", dict)() | told
+        told |= getattr(self.engine, "metrics", dict)()
         self._metrics = told | finish(found)
 
     def metrics(self) -> dict[str, float]:
