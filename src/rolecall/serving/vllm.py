@@ -31,6 +31,8 @@ _TORCH = "2.13.0"
 _UNUSED = ("torchvision", "torchaudio", "torchcodec")
 """Come with the CPU build, compiled for another torch; text needs none of them."""
 _KV_GB = "2"
+_CPU_BLOCK = 32
+"""Tokens of a block of the prefix cache. The CPU's own 128 would share no prompt that is shorter."""
 
 
 def vllm_python(given: str | None) -> Path:
@@ -107,10 +109,10 @@ class Launch:
             "--enable-scale-out",  # /inference/v1/generate: token ids in and out
             *("--logprobs-mode", "processed_logprobs"),  # of the distribution that was drawn from
             *("--max-logprobs", "1000"),  # with top_k, those of all tokens that could be drawn
-            *("--generation-config", "vllm"),  # no sampling defaults that nobody asked for
             *("--max-num-seqs", str(self.max_rows)),
             *("--worker-extension-cls", "rolecall_vllm.Worker", "--middleware", "rolecall_vllm.Guard"),
             *("--uvicorn-log-level", "warning"),
+            *([] if torch.cuda.is_available() else ["--block-size", str(_CPU_BLOCK)]),
             *(["--trust-remote-code"] if self.trust_remote_code else []),
             *self.extra,
         ]

@@ -25,12 +25,12 @@ class Worker:
 
     def rolecall_about(self: Any) -> dict[str, Any]:
         """What the client checks before it starts."""
-        model = self.model_runner.get_model()
         config = self.model_runner.model_config
         return {
             "extension": 1,
             "vocabulary": int(config.get_vocab_size()),
-            "tied": bool(_tied_heads(model)),
+            "tokenizer": _fingerprint(config),
+            "tied": bool(_tied_heads(self.model_runner.get_model())),
         }
 
     def rolecall_load(self: Any, directory: str) -> dict[str, Any]:
@@ -44,6 +44,17 @@ class Worker:
             # the old ones in place, and answers 200.
             head.quant_method.process_weights_after_loading(head)
         return {"files": len(files), "repacked": len(heads)}
+
+
+def _fingerprint(config: Any) -> str | None:
+    """Tells tokenizers apart, in the same way as the client: a hash of the vocabulary."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, trust_remote_code=config.trust_remote_code)
+    except Exception:  # none that transformers can read: the client then does not compare it
+        return None
+    return hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
 def _tied_heads(model: torch.nn.Module) -> list[Any]:
