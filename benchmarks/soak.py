@@ -74,8 +74,8 @@ KINDS = {
     "2 ranks": [*RL, "--preset", "grpo", *LETTERS, "--rank_timeout", "20"],
 }
 FAULTS = ("kill", "kill", "term", "int", "hang", "disk")
-FINE = {"kill": {-9}, "term": {143}, "int": {130}, "hang": {143}, "disk": {74, 143}}
-"""How a disturbed process may end beside 0; torchrun ends with 1 or by the signal, whatever its processes end with."""
+FINE = {"kill": {-9}, "term": {143, -15}, "int": {130, -2}, "hang": {143, -15}, "disk": {74, 143, -15}}
+"""How a disturbed process may end beside 0: by the signal if it had not begun yet. Torchrun ends as it likes."""
 
 
 def command(kind: str, place: Path, out: Path, *, resume: bool) -> list[str]:
