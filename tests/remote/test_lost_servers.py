@@ -46,12 +46,11 @@ def process():
 class Once(App):
     """Does something else with the first generation that it is asked for."""
 
-    fault = "500"
-    asked = 0
+    fault, armed, asked = "500", False, 0
 
     async def _generate_several(self, request):
-        self.asked += 1
-        if self.asked == 1:
+        self.asked += self.armed
+        if self.armed and self.asked == 1:
             if self.fault == "500":
                 raise HttpError(500, "the engine has an opinion")
             if self.fault == "slow":
@@ -70,15 +69,17 @@ def test_a_request_that_fails_once_is_asked_again(fault):
     app, measured = app_of(kind=Once), {}
     app.fault = fault
     with serving(app) as url, engine_on(url, measured=measured, worker_deadline=1.0) as (engine, alone):
+        app.armed = True
         assert engine.generate(requests()) == alone.generate(requests())
-    assert app.asked == 2
+    assert app.asked >= 2
     assert measured["servers/lost"] == 1
 
 
 @contextlib.contextmanager
 def cutting(url, *, after):
-    """An address at which answers to generations come from `url`, the first of them cut off after some bytes."""
-    cut, port = [], int(url.rpartition(":")[2])
+    """An address at which answers to generations come from `url`, one of them, once `cut` is empty, cut off after some
+    bytes."""
+    cut, port = [True], int(url.rpartition(":")[2])
 
     async def copy(reader, writer, watch):
         with contextlib.suppress(ConnectionError):
@@ -106,6 +107,7 @@ def cutting(url, *, after):
 def test_an_answer_that_is_cut_off_is_asked_for_again(healthy, after):
     measured = {}
     with cutting(healthy, after=after) as (url, cut), engine_on(url, measured=measured) as (engine, alone):
+        cut.clear()
         assert engine.generate(requests()) == alone.generate(requests())
         assert cut == [True]
     assert measured["servers/lost"] == 1
@@ -149,9 +151,8 @@ def test_what_a_stopped_and_then_a_killed_process_was_asked_is_answered_by_anoth
         assert engine.generate(asked) == expected
         assert measured["servers/lost"] == 1
         os.kill(server.pid, signal.SIGCONT)
-        state = engine._state
         end = time.monotonic() + 20
-        while not all(one.ready for one in state.servers):
+        while not all(one.ready for one in engine.fleet.servers):
             assert time.monotonic() < end
             time.sleep(0.05)
         threading.Timer(0.1, server.kill).start()

@@ -106,7 +106,7 @@ def test_servers_that_differ_or_are_not_what_is_said(monkeypatch):
             UserError, match=f"engine.servers differ: {one} computes in float32, {two} computes in bfloat16"
         ):
             sampler(load("tiny"), Options(one, two))
-        with pytest.raises(UserError, match=r"engine.dtype is bfloat16, but the servers have float32"):
+        with pytest.raises(UserError, match=r"engine.dtype is bfloat16, but servers have float32"):
             sampler(load("tiny"), Options(one, dtype="bfloat16"))
 
 
