@@ -106,7 +106,7 @@ def read_object(path: Path) -> dict[str, Any]:
         held = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path.parent} is half a run: it has no {path.name}; bring back a whole copy") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{path} is torn or no JSON; bring back a whole copy of the run") from None
     if not isinstance(held, dict):
         raise UserError(f"{path} holds no JSON object; bring back a whole copy of the run")
@@ -119,10 +119,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         lines = read_lines(path)
     except FileNotFoundError:
         return []
-    except ValueError:
-        raise UserError(f"{path} has a line in the middle that is no JSON; bring back a whole copy of it") from None
     for line in lines:
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int | float):
+        if not isinstance(line.get("step"), int | float):
             raise UserError(f"{path} has a line without a step; bring back a whole copy of it")
     return [{name: number_of(value) for name, value in line.items()} for line in lines]
 
