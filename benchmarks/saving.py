@@ -13,10 +13,9 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from smollm2 import smollm2_path
-
 import rolecall
 from rolecall.train.saving import Saver
+from smollm2 import smollm2_path
 
 BESIDE = Saver.save
 
