@@ -193,13 +193,14 @@ class RescoreOptions(RewardProcessOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """A page to look at a run: what ran, before and after, curves, and some answers token by token."""
+    """A page to look at a run: what ran, before and after, curves, and some answers token by token. Several runs are compared
+    on one page."""
 
     command: ClassVar[str] = "report"
-    run: str = field(metadata={"bare": True})
-    """The directory of a run or of a demo; one that still goes on is shown as far as it is."""
+    run: tuple[str, ...] = field(metadata={"bare": True})
+    """The directory of a run or of a demo; one that still goes on is shown as far as it is. Several runs are compared."""
     out: str | None = None
-    """The file to write; report.html in the run's directory if not given."""
+    """The file to write; report.html in the run's directory if not given. A comparison needs it."""
     png: bool = False
     """Also write each curve as a picture into `curves/` beside the page (needs `rolecall[plot]`)."""
 
