@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rolecall.errors import UserError
 from rolecall.policy.flat import FlatTrunk, unfit
+from rolecall.transfer import to_device
 
 _log = logging.getLogger("rolecall")
 
@@ -56,6 +57,7 @@ class Trunk:
 
     def __call__(self, ids: Tensor, needed: Tensor) -> Tensor:
         """[n, width] the last hidden states of the needed positions, row by row."""
+        ids, needed = ids.cpu(), needed.cpu()
         if self._flat is None or not bool(needed.any()):
             return self._own(ids, needed)
         dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else self._model.dtype
@@ -70,13 +72,17 @@ class Trunk:
         if not flat:
             self._flat = None
         elif self._flat is not None and not self._checked:
-            ids = torch.arange(5, 29, device=self._model.device).view(2, 12) % min(self._model.config.vocab_size, 200)
+            ids = torch.arange(5, 29).view(2, 12) % min(self._model.config.vocab_size, 200)
             ids[1, :6] = ids[0, :6]
             dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else self._model.dtype
             self._check(self._flat, ids, torch.ones_like(ids, dtype=torch.bool), dtype)
 
     def _own(self, ids: Tensor, needed: Tensor) -> Tensor:
-        return hidden_states(self._model, ids)[needed]
+        device = (
+            self._model.get_input_embeddings().weight.device
+        )  # of a model that lies elsewhere at rest, where it computes
+        rows, columns = (to_device(place, device) for place in needed.nonzero(as_tuple=True))
+        return hidden_states(self._model, to_device(ids, device))[rows, columns]
 
     @torch.no_grad()
     def _check(self, flat: FlatTrunk, ids: Tensor, needed: Tensor, dtype: torch.dtype) -> None:
