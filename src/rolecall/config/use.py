@@ -124,6 +124,11 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port must lie in 0..65535, got {self.port}")
+        if self.engine.servers or self.engine.workers:
+            given = "servers" if self.engine.servers else "workers"
+            raise ValueError(
+                f"engine.{given} is for commands that sample elsewhere; serve samples itself: leave it out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
