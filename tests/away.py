@@ -6,8 +6,10 @@ a GPU has done all that was asked of it is counted, by the line of our code that
 commands run there. Kernels, streams and memory are not those of a GPU: about these it says nothing.
 """
 
+import importlib
 import json
 import os
+import subprocess
 import sys
 import traceback
 from collections import Counter
@@ -19,7 +21,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from accelerate.state import AcceleratorState
 from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 from torch.utils import backend_registration
@@ -225,24 +226,27 @@ def watched() -> Iterator[Watch]:
         yield found
 
 
-def in_child(work: Callable[[Watch], Any], result: Path) -> Any:
-    """What the work gives in a forked child that has the device, through a file, as JSON. It must not fail."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            torch.set_num_threads(1)
-            AcceleratorState._reset_state(reset_partial_state=True)
-            known = register()
-            with watched() as watch:
-                found = work(watch)
-            result.write_text(json.dumps(found))
-            code = 0 if known else 1
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child failed: its error is printed above"
-    return json.loads(result.read_text())
+def in_child(work: Callable[[Watch, Any], Any], argument: Any) -> Any:
+    """work(watch, argument) of a test module, in a process that has the device. Both speak JSON.
+
+    Not in a fork: torch's autograd counts the devices when it first runs, and in tests it has run.
+    """
+    paths = [str(Path(__file__).parent), str(Path(sys.modules[work.__module__].__file__ or "").parent)]
+    code = f"import sys; sys.path[:0] = {paths}; import away; away._child({work.__module__!r}, {work.__name__!r})"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    given = json.dumps(argument)
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=given, capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _child(module: str, name: str) -> None:
+    """The other side."""
+    known = register()
+    work = getattr(importlib.import_module(module), name)
+    with watched() as watch:
+        found = work(watch, json.load(sys.stdin))
+    sys.stdout.write(f"\n{json.dumps(found)}\n")
+    assert known

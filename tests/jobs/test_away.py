@@ -7,8 +7,7 @@ import pytest
 import torch
 from accelerate.state import PartialState
 
-import rolecall.jobs.rl  # noqa: F401  (here, or every child would import it)
-from away import DEVICE, Watch, in_child
+from away import DEVICE, Mixed, Watch, in_child
 from rolecall.cli import main
 from rolecall.train.step import Updater
 
@@ -41,7 +40,7 @@ COMMANDS = {
         *(*PPO, *KL, "--algorithm.critic", "shared"),
         *("--algorithm.kl_in", "loss", "--algorithm.kl_kind", "exact"),
     ],
-    "sft": ["sft", *ROWS],
+    "sft, padded": ["sft", *ROWS, "--policy.gradient_checkpointing"],
     "rm": ["rm", *ROWS, "--rows", "pairs.jsonl"],
     "dpo": ["dpo", *ROWS],
 }
@@ -57,6 +56,7 @@ MORE = {
     "replay": [*GRPO, "--steps", "3", "--replay.share", "0.5"],
     "cut vocabulary": [*GRPO, "--sampling.top_k", "5"],
     "expert iteration": ["expert-iteration", *SHORT, "--prompts", "5", "--keep", "best"],
+    "sft": ["sft", *ROWS],
     "dpo, evaluated": ["dpo", *ROWS, "--eval.every", "2", "--eval.rows", "3"],
 }
 PER_MICRO_BATCH = 4
@@ -90,13 +90,32 @@ def commanded(command: list[str], out: str, watch: Watch) -> dict:
         return {"code": main([*command, "--out", out, "--quiet"]), "steps": steps}
 
 
-def in_both(names: dict[str, list[str]], place) -> dict[str, dict]:
+def odd_steps(watch: Watch) -> dict:
+    """What the device makes of a tensor of the host, and of a look at one of its own."""
+    there, here = torch.ones(3, device=DEVICE), torch.ones(3)
+    try:
+        there + here
+    except Mixed as error:
+        found = str(error)
+    sums = (there + torch.tensor(2.0)).sum()  # a number of the host is no mix
+    before = watch.waits.total()
+    assert float(sums) == 9
+    assert there[there > 0].shape == (3,)
+    there.copy_(here.pin_memory(), non_blocking=True)
+    after = watch.waits.total()
+    there.copy_(here)
+    return {"mixed": found, "waits": after - before, "blocking": watch.waits.total() - after}
+
+
+def all_of(watch: Watch, names: dict[str, list[str]]) -> dict[str, dict]:
+    """All these commands, on the device; and what it does with odd ones."""
+    odd = odd_steps(watch)
+    return {"odd": odd} | {n: commanded(command, f"there-{i}", watch) for i, (n, command) in enumerate(names.items())}
+
+
+def in_both(names: dict[str, list[str]]) -> dict[str, dict]:
     """The commands on the device, and the same ones here for comparison."""
-
-    def work(watch: Watch) -> dict[str, dict]:
-        return {name: commanded(command, f"there-{i}", watch) for i, (name, command) in enumerate(names.items())}
-
-    found = in_child(work, place / "found.json")
+    found = in_child(all_of, names)
     for i, command in enumerate(names.values()):
         hf = ["--engine.name", "hf"] if command[0] in ("rl", "expert-iteration") else []
         assert main([*command, *hf, "--out", f"here-{i}", "--quiet"]) == 0
@@ -109,7 +128,10 @@ def last_step(run) -> dict[str, float]:
 
 
 def check(names: dict[str, list[str]], place) -> None:
-    found = in_both(names, place)
+    found = in_both(names)
+    odd = found.pop("odd")
+    assert "aten.add.Tensor" in odd["mixed"]  # the device refuses a mix, and counts what waits
+    assert (odd["waits"], odd["blocking"]) == (2, 1)
     for i, name in enumerate(names):
         assert found[name]["code"] == 0, name
         assert all(waits <= PER_MICRO_BATCH * parts for parts, waits in found[name]["steps"]), (name, found[name])
