@@ -101,10 +101,11 @@ def score_ids(model: RewardModel, sequences: Sequence[Sequence[int]], *, token_b
     scores = torch.zeros(len(sequences), dtype=torch.float64)
     device = model.head.weight.device
     parts = micro_batches(torch.tensor([len(s) for s in sequences]), token_budget=token_budget)
+    passes = rounds(model, len(parts))
     for rows in parts:
         ids, lengths = right_padded([sequences[i] for i in rows.tolist()])
         scores[rows] = model(ids.to(device), lengths.to(device)).double().cpu()
-    for _ in range(rounds(model, len(parts)) - len(parts)):  # other ranks have more
+    for _ in range(passes - len(parts)):  # other ranks have more
         model(*(x.to(device) for x in right_padded([(0,)])))
     return scores
 

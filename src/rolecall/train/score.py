@@ -32,6 +32,7 @@ def score(
     plain = getattr(module, "module", module)  # inside DDP
     groups = batch.groups if shares_prefixes(plain) else None
     parts = micro_batches(lengths_of(batch), token_budget=token_budget, groups=groups)
+    passes = rounds(plain, len(parts))
     for done, rows in enumerate(parts, start=1):
         part = batch.rows(rows)
         time = max(2, int(lengths_of(part).max()))
@@ -48,15 +49,24 @@ def score(
         _put(found, batch, out, (rows, slice(time)))
         if timer is not None:
             timer.advance(done, len(parts), "micro-batches")
-    for _ in range(rounds(plain, len(parts)) - len(parts)):  # other ranks have more
+    for _ in range(passes - len(parts)):  # other ranks have more
         _put(found, batch, module(*filler(device), temperature=temperature, against=against), None)
     rest(plain)
     return Outputs(found["logprobs"], found["entropy"], found.get("values"), found.get("kl"))
 
 
+@torch.no_grad()
+def assist(module: nn.Module, *, temperature: float, device: torch.device | str) -> None:
+    """`score` on a rank that has nothing to score: the passes that other ranks need of it."""
+    for _ in range(rounds(module, 0)):
+        module(*filler(device), temperature=temperature)
+    rest(module)
+
+
 def _put(found: dict[str, Tensor], batch: Batch, out: Outputs, place: tuple[Tensor, slice] | None) -> None:
     for name, tensor in zip(Outputs._fields, out, strict=True):
         if tensor is not None:
-            held = found.setdefault(name, torch.zeros(batch.ids.shape))
+            wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+            held = found.setdefault(name, torch.zeros(batch.ids.shape, dtype=wide))
             if place is not None:
-                held[place] = tensor.float().cpu()
+                held[place] = tensor.to("cpu", wide)

@@ -356,7 +356,7 @@ class _Tally:
                 self.contributions[name][rows, : values.shape[1]] = (term.coef * detached).cpu()
         for name, tensor in zip(Outputs._fields, outputs, strict=True):
             if tensor is not None:
-                held = self._outputs.setdefault(name, torch.zeros(self._shape))
+                held = self._outputs.setdefault(name, torch.zeros(self._shape, dtype=torch.float32))
                 held[rows, : tensor.shape[1]] = tensor.detach().float().cpu()
         return total
 
