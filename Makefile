@@ -7,7 +7,7 @@ STAMPS := $(VENV)/.stamps
 
 AGAINST ?= HEAD~1
 
-.PHONY: help setup demo frozen docs-site wheel package test test-slow test-plain check format bench results results-quick mutate mutate-wiring mutants-listed kernels docs clean
+.PHONY: help setup demo faults frozen docs-site wheel package test test-slow test-plain check format bench results results-quick mutate mutate-wiring mutants-listed kernels docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -19,7 +19,7 @@ $(STAMPS)/venv:
 
 $(STAMPS)/dev: $(STAMPS)/venv pyproject.toml constraints.txt
 	$(PIP) torch
-	$(PIP) -e '.[dev,lora,tasks,agents,marl,plot,track]'
+	$(PIP) -e '.[dev,lora,tasks,agents,marl,plot,track,view]'
 	@ls /usr/lib/*/libtcmalloc* >/dev/null 2>&1 || echo "optional: apt-get install libtcmalloc-minimal4 makes updates on a CPU faster; rolecall env says how to use it"
 	@touch $@
 
@@ -57,6 +57,9 @@ kernels: $(STAMPS)/dev  ## every C file compiled and tested for x86-64-v2, v3, v
 	@command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64 >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 	  && apt-get install -y -qq --no-install-recommends gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user >/dev/null 2>&1; } || true
 	$(BIN)/python .ci/kernels
+
+faults: $(STAMPS)/dev $(STAMPS)/browser  ## the tests of every fault that a run must survive: how many hold; writes their table in docs/reliability.md
+	$(BIN)/python .ci/faults
 
 check: $(STAMPS)/dev  ## lint, types, import contracts
 	$(BIN)/ruff check .

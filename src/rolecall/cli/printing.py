@@ -62,6 +62,7 @@ def serve(options: ServeOptions) -> None:
         print(f"serving {visible_text(serving.model)} ({serving.engine}, {serving.dtype}) on {serving.url}")
         if serving.own_key:
             print(f"export {KEY_VARIABLE}={serving.key}")
+        print(f"train with: rolecall rl --model {quote(serving.model)} --engine.servers {serving.url}")
         sys.stdout.flush()
         if not serving.loopback:
             print("others can reach this address: the key and all tokens travel in the clear", file=sys.stderr)
@@ -106,7 +107,8 @@ def doctor(options: DoctorOptions) -> int:
         print(f"{one.kind} ({one.sure}), steps {one.steps[0]} to {one.steps[1]}")
         places = [f"step {s} answer {i}{'' if t is None else f' token {t}'}" for s, i, t in one.evidence]
         lines = [one.sentence, *([f"see: {', '.join(places)}"] if places else []), f"try: {one.setting}"]
-        print(indent("\n".join([*lines, f"in our run with this fault: {one.did}"]), "  "), end="\n\n")
+        lines = [visible_text(line) for line in (*lines, f"in our run with this fault: {one.did}")]
+        print(indent("\n".join(lines), "  "), end="\n\n")
     what = f"{len(found)} finding{'s' if len(found) > 1 else ''}" if found else "nothing found"
     print(f"{options.run}: {what}; an audit of what is recorded, not a prophecy (docs/doctor.md)")
     return int(bool(found))

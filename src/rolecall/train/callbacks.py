@@ -75,6 +75,10 @@ class Callbacks:
         self.failed: str | None = None
         """Which callback failed, when, and how."""
 
+    def listen(self, moment: str) -> bool:
+        """Whether any of them is called at this moment."""
+        return any(getattr(one, moment, None) is not None for one in self._given)
+
     def call(self, moment: str, step: int, *told: Any) -> dict[str, float]:
         """Tell all; returns what they logged."""
         logged: dict[str, float] = {}

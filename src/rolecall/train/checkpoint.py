@@ -14,8 +14,10 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -86,7 +88,7 @@ def differences(old: object, new: object) -> list[tuple[str, object, object]]:
     ]
 
 
-def save(
+def begin(
     root: Path,
     step: int,
     write: Callable[[Path], None],
@@ -95,15 +97,16 @@ def save(
     keep: int = 2,
     protect: Iterable[int] = (),
     need_bytes: int = 0,
-) -> Path:
-    """Save step `step` under `root` and return its directory, `step-000010`.
+) -> Callable[[], Path]:
+    """Write step `step` aside under `root`. The function that is returned completes it, from any thread, and returns its
+    directory, `step-000010`.
 
-    `write` is given an empty directory and puts files into it. They are fsynced, hashed and named in the manifest, and
-    only then does the directory take its name. Afterwards the newest `keep` checkpoints and the steps in `protect`
-    stay, the others go; so there must be room for one more than are kept. With `need_bytes`, the size the caller
-    expects, a disk that is too small is found before anything is written.
+    `write` is given an empty directory and puts files into it; they need not have reached the disk. To complete them
+    they are fsynced, hashed and named in the manifest, and only then does the directory take its name. Afterwards the
+    newest `keep` checkpoints and the steps in `protect` stay, the others go; so there must be room for one more than are
+    kept. With `need_bytes`, the size the caller expects, a disk that is too small is found before anything is written.
 
-    Raises `DiskError` if the disk is full, read-only or gone; what was written is removed and everything saved before
+    Both raise `DiskError` if the disk is full, read-only or gone; what was written is removed and everything saved before
     is untouched, so that the run can go on and try again later. Whatever else `write` raises is passed on.
     """
     if keep < 2:
@@ -112,8 +115,9 @@ def save(
         raise ValueError(f"step must be 0 or more, got {step}")
     final = root / f"step-{step:06d}"
     unfinished = _aside(final, "tmp")
-    plain_config = _plain_config(config)
-    try:
+    plain_config, kept = _plain_config(config), {*protect, step}
+    removing = partial(_removing, unfinished, final, need_bytes)
+    with removing():
         if not root.is_dir():
             root.mkdir()
             fsync_path(root.parent)
@@ -122,8 +126,27 @@ def save(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
         unfinished.mkdir()
         write(unfinished)
-        manifest.seal(unfinished, step, plain_config)
-        _publish(unfinished, final)
+
+    def complete() -> Path:
+        with removing():
+            manifest.seal(unfinished, step, plain_config)
+            _publish(unfinished, final)
+        _retain(root, keep=keep, protect=kept)
+        return final
+
+    return complete
+
+
+def save(root: Path, step: int, write: Callable[[Path], None], *, config: object, **how: Any) -> Path:
+    """Write a checkpoint and complete it; takes what `begin` takes."""
+    return begin(root, step, write, config=config, **how)()
+
+
+@contextmanager
+def _removing(unfinished: Path, final: Path, need_bytes: int) -> Iterator[None]:
+    """Removes what was written if something goes wrong; what the disk is to blame for is a `DiskError`."""
+    try:
+        yield
     except BaseException as error:
         written = size_of(unfinished)
         code = disk_errno(error, place=unfinished)
@@ -131,10 +154,9 @@ def save(
         if code is None:
             raise
         known = error.need or 0 if isinstance(error, DiskError) else 0
+        root = final.parent
         need = max(need_bytes, known, written, *(size_of(path) for _, path in _complete(root)))
         raise disk_error(f"checkpoint {final.name}", root, code, need=need) from error
-    _retain(root, keep=keep, protect={*protect, step})
-    return final
 
 
 def latest(root: Path, *, strict: bool = False, read_only: bool = False) -> Checkpoint | None:

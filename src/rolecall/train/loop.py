@@ -1,7 +1,6 @@
 """The loop: collect, update, log, evaluate, save. It knows one protocol and nothing of what is learned."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
@@ -9,8 +8,6 @@ from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
-from rolecall.files import DiskError
-from rolecall.train import checkpoint
 from rolecall.train.callbacks import Callbacks
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.learner import Learner
@@ -18,6 +15,7 @@ from rolecall.train.parts import Parts
 from rolecall.train.peers import PeerLost, Peers
 from rolecall.train.progress import Progress
 from rolecall.train.rundir import RunDir
+from rolecall.train.saving import Saver
 from rolecall.train.signals import Dropped, StopSignals
 from rolecall.train.state import NotFinite
 from rolecall.train.step import Updater
@@ -102,16 +100,18 @@ class Loop:
     ) -> None:
         """`write` puts all state into a checkpoint directory; `agree` is the maximum of a number over ranks. `updater` is what
         moves the weights, if anything does; `parts` those of a sharded run, which all ranks save; `grace` is for `StopSignals`."""
-        self.learner, self.options, self.run, self.config = learner, options, run, config
-        self.write, self.evaluate, self.progress, self.timer = write, evaluate, progress, timer
+        self.learner, self.options, self.run = learner, options, run
+        self.evaluate, self.progress, self.timer = evaluate, progress, timer
         self.agree, self.log = agree, log
         self.callbacks = callbacks or Callbacks((), path=Path(), steps=options.steps)
         self.updater, self.peers, self.parts, self.grace = updater, peers or Peers(), parts, grace
+        self.saver = Saver(
+            run, write, config=config, keep=options.keep, parts=parts, progress=progress, timer=timer,
+            told=partial(self._tell, "on_save") if self.callbacks.listen("on_save") else None,
+        )  # fmt: skip
         self.best: float | None = None
         self.best_step: int | None = None
-        self._bad = self._disk_failures = 0
-        self._why_not = ""
-        self._saved: int | None = None
+        self._bad = 0
         self._idle: int | None = 0  # steps so far; None once something has trained
         self._remarks: set[str] = set()
         self._done = 0  # steps that are complete
@@ -133,7 +133,7 @@ class Loop:
 
     def go(self, *, start: int, title: str) -> Outcome:
         """Steps start + 1 to the last, unless something ends the run before."""
-        self._saved, self._done = start or None, start
+        self.saver.saved, self._done = start or None, start
         with StopSignals(grace=self.grace) as stop:
             self.peers.on_loss = stop.drop
             if start >= self.options.steps and not self._unevaluated:
@@ -152,6 +152,7 @@ class Loop:
             except (Dropped, Exception) as error:
                 return self._broken_off(error, stop)
             finally:
+                self.saver.complete()
                 self.progress.end()
 
     def tell_end(self, outcome: Outcome) -> Outcome:
@@ -189,16 +190,16 @@ class Loop:
             not_finite = None
             if last or improved or again or (o.save_every and step % o.save_every == 0):
                 try:
-                    self._save(step, stop)
+                    self._save(step, stop, wait=last)
                 except NotFinite as found:
                     not_finite = str(found)
                 asked = self._asked(stop)  # a callback may stop the run when it is told of the checkpoint
-            failures = self.agree(inf if not_finite else float(self._disk_failures))
+            failures = self.agree(inf if not_finite else float(self.saver.failures))
             if failures == inf:
                 return self._diverged(step, not_finite or "a weight is not finite")
             if failures >= o.disk_failures or (last and failures):
                 tries = f"{failures:.0f} tries" if failures > 1 else "the last try"
-                why = f"no checkpoint could be written in {tries}{self._why_not}: {self._kept()}"
+                why = f"no checkpoint could be written in {tries}{self.saver.why_not}: {self.saver.kept()}"
                 return self._end(step, ExitCode.DISK, why)
             if asked > Asked.CALLBACK_STOPPED:
                 return self._end_as_asked(asked, step, stop)
@@ -218,27 +219,30 @@ class Loop:
         lost = self.peers.why(error)
         if lost is None and not isinstance(error, Dropped):
             raise error
+        self.saver.complete()
         back, moves = self._undo or (lambda: None, self._moved())
         whole = moves == self._moved()
         if whole:
             back()
         if whole and self.parts is not None:  # a save needs all ranks
             whole = lost is None and self.peers.all_stopped_at(self._done)
-        if whole and self._done and (self._saved != self._done or self._unevaluated):
+        if whole and self._done and (self.saver.saved != self._done or self._unevaluated):
             try:
-                self._save(self._done, stop)
+                self._save(self._done, stop, wait=True)
             except NotFinite as found:
                 return replace(self._diverged(self._done, str(found)), dropped=True)
         saved = f"stopped after step {self._done}"
         if self.run is not None:
-            saved += ", everything is saved" if self._done and self._saved == self._done else f", {self._kept()}"
+            saved += (
+                ", everything is saved" if self._done and self.saver.saved == self._done else f", {self.saver.kept()}"
+            )
         if lost is not None and self.peers.lost_code not in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
             raise PeerLost(f"{lost}: {saved}; the same command with --resume goes on") from error
         code = stop.exit_code if stop.stop_requested else ExitCode.TERMINATED
         what = f"the evaluation of step {self._done}" if self._unevaluated else f"the rollout of step {self._done + 1}"
         reason = f"{saved}; {what} was dropped"
-        if self._disk_failures:
-            code, reason = ExitCode.DISK, f"no checkpoint could be written{self._why_not}: {reason}"
+        if self.saver.failures:
+            code, reason = ExitCode.DISK, f"no checkpoint could be written{self.saver.why_not}: {reason}"
         return replace(self._end(self._done, code, reason), dropped=True)
 
     def _moved(self) -> int:
@@ -332,7 +336,7 @@ class Loop:
         return Asked(int(self.agree(float(own))))
 
     def _end_as_asked(self, asked: Asked, step: int, stop: StopSignals) -> Outcome:
-        saved = f"stopped at step {step}" + (", everything is saved" if self._saved == step else "")
+        saved = f"stopped at step {step}" + (", everything is saved" if self.saver.saved == step else "")
         if asked is Asked.SIGNAL:
             code = stop.exit_code if stop.stop_requested else ExitCode.TERMINATED  # the signal came to another rank
             return self._end(step, code, saved)
@@ -352,39 +356,13 @@ class Loop:
     def _reaches(self, score: float, other: float) -> bool:
         return score == other or self._beats(score, other)
 
-    def _save(self, step: int, stop: StopSignals) -> None:
-        """A checkpoint; if the disk is full the run goes on and tries again at the next one."""
-        if self.run is None:
-            if self.parts is not None:
-                with stop.saving():
-                    self.parts.assist()
-            return
+    def _save(self, step: int, stop: StopSignals, *, wait: bool) -> None:
         protect = {self.best_step} if self.best_step is not None else set()
-        extra = {"step": step, "loop": self.state_dict()}
-        try:
-            with self.timer.phase("save"), stop.saving(), self.parts.saving() if self.parts else nullcontext():
-                self.run.sync()
-                path = checkpoint.save(
-                    self.run.checkpoints,
-                    step,
-                    lambda directory: self.write(directory, extra),
-                    config=self.config,
-                    keep=self.options.keep,
-                    protect=protect,
-                )
-        except DiskError as error:
-            self._disk_failures += 1
-            self._why_not = f" ({error})"
-            self.progress.say(f"checkpoint of step {step} was not written, the run goes on: {error}")
-            return
-        self._disk_failures, self._saved = 0, step
-        self._tell("on_save", step, path)
+        with stop.saving():
+            self.saver.save(step, {"step": step, "loop": self.state_dict()}, protect=protect, wait=wait)
 
     def _diverged(self, step: int, why: str) -> Outcome:
-        return self._end(step, ExitCode.DIVERGED, f"diverged: {why}; {self._kept()}")
-
-    def _kept(self) -> str:
-        return "there is no checkpoint yet" if not self._saved else f"the last good checkpoint is of step {self._saved}"
+        return self._end(step, ExitCode.DIVERGED, f"diverged: {why}; {self.saver.kept()}")
 
     def _end(self, step: int, code: ExitCode, reason: str) -> Outcome:
         self.progress.say(reason)

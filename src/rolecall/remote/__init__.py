@@ -1,0 +1,1 @@
+"""Engines on other machines: the client side of servers that sample."""

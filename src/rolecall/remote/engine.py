@@ -1,0 +1,283 @@
+"""An engine over servers: it shares prompts out, gives servers the weights, and asks again what a lost one was asked.
+
+A unit of work is a number of prompts with all their samples. It is sent to one server and counted once, whole; if that server is
+killed, stopped, restarted or slow, it is sent again, there or elsewhere, under the same random numbers. Only a server that
+has the weights of the moment, and scores as the trainer does, is asked anything.
+"""
+
+import asyncio
+import logging
+import queue
+import shutil
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from math import ceil
+from pathlib import Path
+from time import monotonic
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from rolecall.config.parts import EngineOptions
+from rolecall.errors import UserError
+from rolecall.policy.load import LoadedModel
+from rolecall.policy.model import PolicyModel
+from rolecall.remote.connection import Background, Connection
+from rolecall.remote.dialect import About, Dialect, Published, ServerLostError
+from rolecall.remote.fleet import Ended, Fleet, Unit
+from rolecall.remote.ours import RolecallDialect
+from rolecall.remote.probe import Expected, Scorer, scored, trainer_scores
+from rolecall.remote.rehearsal import disturbed, draw_requests, drawn_wrong
+from rolecall.remote.server import Server, StaleServerError, Wanted
+from rolecall.rollout.engine import (
+    Engine,
+    Flight,
+    check_numbers,
+    check_request,
+    check_weights,
+    in_units,
+)
+from rolecall.rollout.published import own_directory, write_weights
+from rolecall.rollout.stops import Ticket
+from rolecall.train.manifest import seal_model
+from rolecall.types import Completion, Request, Sampling
+
+_log = logging.getLogger("rolecall.rollout")
+
+DIALECTS: tuple[Dialect, ...] = (RolecallDialect(),)
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_FILE = "model.safetensors"
+
+
+class ServerEngine(Engine):
+    """Samples on servers."""
+
+    def __init__(
+        self,
+        policy: LoadedModel,
+        options: EngineOptions,
+        *,
+        tokenizer: str,
+        scorer: Scorer,
+        sampling: Sampling,
+        trainer: torch.dtype,
+        urls: Sequence[str],
+        key: str | None,
+        add: Callable[[str, float], None] = lambda name, value: None,
+    ) -> None:
+        """`policy` is the model that trains, an adapter merged; `tokenizer` its fingerprint; `scorer` as in `probe`, which
+        computes in the dtype `trainer`; `add` takes what is measured, by name."""
+        self.options, self.version, self._tell = options, -1, add
+        self._measured: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
+        self._shapes = {name: p.shape for name, p in policy.model.named_parameters()}
+        vocabulary = int(policy.model.get_input_embeddings().num_embeddings)
+        self._wanted = Wanted(vocabulary=vocabulary, tokenizer=tokenizer, max_new_tokens=sampling.max_new_tokens)
+        inside = None if options.weights_directory is None else Path(options.weights_directory).expanduser()
+        self._shared = inside is not None or all(urlsplit(url).hostname in LOOPBACK for url in urls)
+        self._directory = own_directory(sum(p.numel() * 4 for p in policy.model.parameters()), inside=inside)
+        self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
+        self._background, self._scorer = Background(), scorer
+        try:
+            servers = self._background.run(self._open(urls, key))
+            self._check(servers, sampling)
+            self.context_length = min(policy.context_length, *(server.about.context_length for server in servers))
+            self._expected = Expected.of(policy, trainer=trainer, servers=self.dtype)
+            self.fleet = Fleet(servers, options, wanted=self._wanted, expected=self._expected, add=self._add)
+            self._rehearse(policy, sampling)
+        except BaseException:
+            self.close()
+            raise
+
+    async def _open(self, urls: Sequence[str], key: str | None) -> list[Server]:
+        o = self.options
+        connections = [Connection(url, key=key, silence=o.worker_silence, deadline=o.worker_deadline) for url in urls]
+        self._background.connections.extend(connections)
+        opened = (Server.open(connection, DIALECTS, silence=o.worker_silence) for connection in connections)
+        return list(await asyncio.gather(*opened))
+
+    def _check(self, servers: Sequence[Server], sampling: Sampling) -> None:
+        """What servers are must fit the model, each other, and what was said of them."""
+        for server in servers:
+            server.check(self._wanted)
+        self.about, self.dialect, o = _alike(servers), servers[0].dialect, self.options
+        for what, told, found in (("name", o.name, self.about.engine), ("dtype", o.dtype, self.about.dtype)):
+            if told not in (None, "auto", found):
+                raise UserError(f"engine.{what} is {told}, but servers have {found}: leave it out, or start them so")
+        self.dtype: torch.dtype = getattr(torch, self.about.dtype)
+        self._check_sampling(sampling)
+
+    def _rehearse(self, policy: LoadedModel, sampling: Sampling) -> None:
+        """Load weights that were disturbed, then those of the start, and see that tokens are drawn as they should be."""
+        model = policy.model
+        with disturbed(model) as weights:
+            how: dict[str, Any] = {"temperature": 1.0, "token_budget": 8192, "device": model.device}
+            self._load(weights, 0, partial(scored, PolicyModel(model), **how))
+        for server in self.fleet.servers:
+            server.gap = None
+        self.load(dict(model.named_parameters()), 0)
+        self._expected.forget()
+        asked, logprobs = draw_requests(policy, self._expected.sequences, sampling)
+        for server in [server for server in self.fleet.servers if server.ready]:
+            try:
+                drawn = self._background.run(server.answer(asked, version=0, seconds=None))
+            except (ServerLostError, StaleServerError) as error:
+                raise UserError(f"engine.servers {server.url}: {error}; start it again", exit_code=75) from error
+            if (off := drawn_wrong(drawn, logprobs)) is not None:
+                raise UserError(
+                    f"engine.servers {server.url} does not draw at temperature {sampling.scoring_temperature:g}, as it is "
+                    f"told: the log-probs of {len(drawn)} tokens that it drew are {off:+.1f} standard deviations off"
+                )
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Publish weights and wait until every server that can be reached has them and scores as the trainer does."""
+        self._load(weights, version, self._scorer)
+
+    def _load(self, weights: Mapping[str, Tensor], version: int, scorer: Scorer) -> None:
+        check_weights(weights, self._shapes)
+        published = self._publish(weights, version)
+        self._expected.publish(trainer_scores(scorer, self._expected.sequences))
+        begun = monotonic()
+        self._background.run(self.fleet.sync_all(published))
+        self.version = version
+        self._add("servers/sync", monotonic() - begun)
+        self.flush()
+
+    def metrics(self) -> dict[str, float]:
+        """How far the servers' log-probs of the probe are from the trainer's, for the server that is furthest."""
+        return {"sampling/probe_difference": max((s.last_gap for s in self.fleet.servers if s.ready), default=0.0)}
+
+    def _add(self, name: str, value: float) -> None:
+        self._measured.put((name, value))
+
+    def flush(self) -> None:
+        """Hand on what was measured, in the thread that asks for answers."""
+        while not self._measured.empty():
+            self._tell(*self._measured.get())
+
+    def _publish(self, weights: Mapping[str, Tensor], version: int) -> Published:
+        place = self._directory / f"v{version:06d}"
+        for old in self._directory.iterdir():
+            shutil.rmtree(old)
+        place.mkdir()
+        hashed = write_weights(place / _FILE, weights, self.dtype)
+        seal_model(place, version)
+        return Published(directory=place, file=place / _FILE, version=version, hash=hashed, shared=self._shared)
+
+    def hash(self) -> str:
+        """The fingerprint of the published weights. Servers that give theirs have been compared with it, and all by the probe."""
+        assert self.fleet.published is not None
+        return self.fleet.published.hash
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def open(self) -> Flight:
+        """A flight whose requests are sent together when it takes its next step."""
+        return _ServerFlight(self)
+
+    def check(self, request: Request) -> None:
+        """Refuse what servers cannot answer, or cannot record exactly."""
+        check_request(request, context_length=self.context_length, vocabulary=self._wanted.vocabulary)
+        self._check_sampling(request.sampling)
+
+    def _check_sampling(self, sampling: Sampling) -> None:
+        if why := self.dialect.unable(sampling):
+            raise UserError(f"a server of the kind {self.dialect.name} {why}")
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """Answers as they end. What is left when nobody reads on is given up."""
+        check_numbers(requests)
+        flight = _ServerFlight(self)
+        tickets = [flight.add(request) for request in requests]
+        try:
+            while flight:
+                for _, completion in flight.step():
+                    yield completion
+        finally:
+            if flight:
+                for ticket in tickets:
+                    flight.cancel(ticket)
+            self.flush()
+
+    def submit(self, tickets: Sequence[Ticket], out: "queue.SimpleQueue[Ended]") -> None:
+        """Have requests answered into a queue. Units do not depend on which servers are there: what is drawn is the same."""
+        loop = self._background.loop
+        for _, group in groupby(tickets, key=lambda ticket: ticket.deadline):
+            together = {id(t.request): t for t in group}
+            requests = [t.request for t in together.values()]
+            count = len({request.prompt for request in requests})
+            size = self.dialect.unit_prompts or ceil(count / len(self.fleet.servers))
+            for unit in in_units(requests, prompts=size):
+                loop.call_soon_threadsafe(self.fleet.take, Unit([together[id(request)] for request in unit], out))
+
+    def cancelled(self) -> None:
+        """Look for units that nobody waits for any more, or whose time is up."""
+        self._background.loop.call_soon_threadsafe(self.fleet.drop_cancelled)
+
+    def close(self) -> None:
+        """Give up the connections and remove what was published."""
+        self._background.close()
+        self._remove()
+
+
+class _ServerFlight(Flight):
+    """Requests to servers. What is added between two steps is shared out together."""
+
+    def __init__(self, engine: ServerEngine) -> None:
+        self._engine, self._new, self._left, self._cuts = engine, deque[Ticket](), 0, False
+        self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
+
+    def __len__(self) -> int:
+        return self._left
+
+    def add(self, request: Request, *, deadline: float | None = None) -> Ticket:
+        """Take a request on."""
+        self._engine.check(request)
+        self._new.append(ticket := Ticket(request=request, deadline=deadline))
+        self._left += request.n
+        self._cuts |= deadline is not None
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End the answers of a request, without what was sampled of them."""
+        ticket.cancelled = True
+        self._engine.cancelled()
+
+    def step(self) -> list[tuple[Ticket, Completion]]:
+        """Send what is new, and wait a while for answers."""
+        if self._new:
+            self._engine.submit([self._new.popleft() for _ in range(len(self._new))], self._ended)
+        found: list[tuple[Ticket, Completion]] = []
+        while self._left:
+            try:
+                ended = self._ended.get(timeout=0.0 if found else 0.2)
+            except queue.Empty:
+                if self._cuts:
+                    self._engine.cancelled()
+                break
+            if isinstance(ended, Exception):
+                raise ended
+            found.append(ended)
+            self._left -= 1
+        return found
+
+
+def _alike(servers: Sequence[Server]) -> About:
+    """What all servers are; a `UserError` if they differ in what changes the numbers."""
+    first = servers[0]
+    for other in servers[1:]:
+        for what, a, b in (
+            ("samples with", first.about.engine, other.about.engine),
+            ("computes in", first.about.dtype, other.about.dtype),
+        ):
+            if a != b:
+                raise UserError(
+                    f"engine.servers differ: {first.url} {what} {a}, {other.url} {what} {b}; start them alike"
+                )
+    return first.about

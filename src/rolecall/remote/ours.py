@@ -1,0 +1,124 @@
+"""The dialect of `rolecall serve`: tokens, log-probs, supports and random numbers travel bit for bit."""
+
+from base64 import b64decode
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rolecall.errors import UserError
+from rolecall.remote.dialect import About, Call, Dialect, Published, ServerRefusedError
+from rolecall.types import Completion, Finish, Request, Sampling
+
+
+class RolecallDialect(Dialect):
+    """One unit at a time, answered in one batch: its shapes, and so its bits, do not depend on what else happens."""
+
+    name = "rolecall"
+    at_once = 1
+    unit_prompts = None
+    uploads = True
+
+    async def recognises(self, call: Call) -> bool:
+        """Whether `/version` names us."""
+        try:
+            said = await call("GET", "/version")
+        except ServerRefusedError as error:
+            if error.status == 404:
+                return False
+            raise
+        return isinstance(said, Mapping) and said.get("server") == self.name
+
+    async def about(self, call: Call) -> About:
+        """What `/version` says."""
+        said = await call("GET", "/version")
+        try:
+            return About(
+                software=f"rolecall {said['version']}",
+                engine=said["engine"],
+                model=said["model"],
+                dtype=said["dtype"],
+                context_length=said["context_length"],
+                vocabulary=said["vocabulary"],
+                tokenizer=said["tokenizer"],
+                policy_version=said["policy_version"],
+                hash=said["hash"],
+            )
+        except KeyError as error:
+            raise UserError(
+                f"its /version does not say {error.args[0]}: serve with the same version of rolecall"
+            ) from error
+
+    def unable(self, sampling: Sampling) -> str | None:
+        """Nothing."""
+        return None
+
+    async def generate(self, call: Call, requests: Sequence[Request], *, seconds: float | None) -> list[Completion]:
+        """Requests that are sent together are answered together."""
+        said = await call("POST", "/rolecall/v1/generate", {"requests": [_body(r, seconds) for r in requests]})
+        pairs = zip(requests, said["responses"], strict=True)
+        return [_completion(request, choice) for request, answer in pairs for choice in answer["choices"]]
+
+    async def score(self, call: Call, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """One after the other."""
+        return [(await call("POST", "/rolecall/v1/score", {"token_ids": list(ids)}))["logprobs"] for ids in sequences]
+
+    async def pause(self, call: Call) -> None:
+        """Wait for what is in flight."""
+        await call("POST", "/pause", query={"mode": "wait"})
+
+    async def load(self, call: Call, published: Published) -> str | None:
+        """From the directory, or from what is sent."""
+        if not published.shared:
+            said = await call("POST", "/update_weights", published.file, query={"version": str(published.version)})
+        else:
+            where = {"directory": str(published.directory), "version": published.version}
+            said = await call("POST", "/update_weights", {"update_info": where})
+        return str(said["hash"])
+
+    async def resume(self, call: Call) -> None:
+        """Go on."""
+        await call("POST", "/resume")
+
+
+def _body(request: Request, seconds: float | None) -> dict[str, Any]:
+    sampling = request.sampling
+    params: dict[str, Any] = {
+        "n": request.n,
+        "temperature": sampling.temperature,
+        "max_tokens": sampling.max_new_tokens,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "stop": list(sampling.stop_strings) or None,
+        "logprobs": 0,
+    }
+    if sampling.stop_ids is not None:
+        params |= {"ignore_eos": True, "stop_token_ids": list(sampling.stop_ids)}
+    ours = {
+        "seed": request.seed,
+        "step": request.step,
+        "prompt": request.prompt,
+        "first_sample": request.first_sample,
+        "conversation": request.conversation,
+        "logprobs": sampling.logprobs,
+        "deadline": seconds,
+    }
+    return {
+        "token_ids": list(request.prompt_ids),
+        "sampling_params": {name: value for name, value in params.items() if value is not None},
+        "rolecall": {name: value for name, value in ours.items() if value is not None},
+    }
+
+
+def _completion(request: Request, choice: Mapping[str, Any]) -> Completion:
+    spans, own = choice["weight_versions"], choice["rolecall"]
+    supports = own.get("supports")
+    return Completion(
+        ids=tuple(choice["token_ids"]),
+        behaviour_logprobs=tuple(x["logprob"] for x in choice["logprobs"]["content"]),
+        finish=Finish(own["finish"]),
+        policy_version=min(span["version"] for span in spans),  # as old as its oldest token
+        prompt=request.prompt,
+        sample=own["sample"],
+        seed=request.seed,
+        supports=None if supports is None else tuple(map(b64decode, supports)),
+    )

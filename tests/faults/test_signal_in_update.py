@@ -1,0 +1,44 @@
+"""SIGTERM in the middle of an optimiser step: the step is whole or not there, never half."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
+from resume_driver import differing, forked, train
+
+from rolecall.train.step import Updater
+
+HOW = {"steps": 3, "optim.token_budget": 20}
+
+
+def waited(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("call", [1, 3, 7])
+def test_a_signal_between_micro_batches_ends_the_run_after_the_step(tmp_path, call):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert waited(forked(lambda: train("ppo", whole, **HOW))) == 0
+
+    def interrupted() -> int:
+        calls, real = 0, Updater._micro_batch
+
+        def counted(self, *args, **options):
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return real(self, *args, **options)
+
+        Updater._micro_batch = counted
+        code = train("ppo", broken, **HOW)
+        assert calls > call, "the step went on"
+        return code
+
+    assert waited(forked(interrupted)) == 143
+    assert waited(forked(lambda: train("ppo", broken, resume=True, **HOW))) == 0
+    assert differing(whole, broken) == []
