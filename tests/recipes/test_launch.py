@@ -107,6 +107,7 @@ def twice(*_):
     return 0
 
 
+@pytest.mark.slow
 def test_a_script_may_train_several_times_in_the_same_processes(tmp_path):
     assert ended([forked(one, tmp_path, call=twice) for one in ranks(2)]) == [0, 0]
     first, second = (load_file(tmp_path / name / "model/model.safetensors") for name in ("first", "second"))
