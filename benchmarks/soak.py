@@ -74,8 +74,8 @@ KINDS = {
     "2 ranks": [*RL, "--preset", "grpo", *LETTERS, "--rank_timeout", "20"],
 }
 FAULTS = ("kill", "kill", "term", "int", "hang", "disk")
-FINE = {0, 1, 74, 75, 130, 143, -9, -2, -15}
-"""How a disturbed process may end; 1 is torchrun's, whatever its processes end with."""
+FINE = {"kill": {-9}, "term": {143}, "int": {130}, "hang": {143}, "disk": {74, 143}}
+"""How a disturbed process may end beside 0; torchrun ends with 1 or by the signal, whatever its processes end with."""
 
 
 def command(kind: str, place: Path, out: Path, *, resume: bool) -> list[str]:
@@ -103,10 +103,12 @@ def started(words: list[str], place: Path) -> Iterator[subprocess.Popen]:
             process.wait()
 
 
-def disturb(process: subprocess.Popen, fault: str, place: Path, disk: Path, rng: random.Random) -> int | None:
-    """Do it at a random moment; the process's exit code, or None if it must be ended by hand."""
+def disturb(
+    process: subprocess.Popen, fault: str, place: Path, disk: Path, rng: random.Random
+) -> tuple[str, int | None]:
+    """Do it at a random moment; what was done, and the exit code, or None if the process must be ended by hand."""
     with suppress(subprocess.TimeoutExpired):
-        return process.wait(rng.uniform(4, 16))
+        return "end", process.wait(rng.uniform(4, 16))
     if fault == "kill":
         os.killpg(process.pid, signal.SIGKILL)
     elif fault in ("term", "int"):
@@ -123,12 +125,12 @@ def disturb(process: subprocess.Popen, fault: str, place: Path, disk: Path, rng:
         time.sleep(3)
         filled.unlink()
         with suppress(subprocess.TimeoutExpired):
-            return process.wait(rng.uniform(2, 8))
+            return fault, process.wait(rng.uniform(2, 8))
         process.send_signal(signal.SIGTERM)
     try:
-        return process.wait(60)
+        return fault, process.wait(60)
     except subprocess.TimeoutExpired:
-        return None
+        return fault, None
     finally:
         (place / "flag").unlink(missing_ok=True)
 
@@ -164,9 +166,10 @@ def soak(kind: str, place: Path, disk: Path, rng: random.Random, until: float) -
         if fault == "hang" and kind in ("agents", "qmix"):
             fault = "term"
         with started(command(kind, place, broken, resume=broken.is_dir()), place) as process:
-            code = process.wait(300) if fault == "none" else disturb(process, fault, place, disk, rng)
-        ends[fault if code else "end"] += 1
-        if code not in FINE or (fault == "none" and code != 0):
+            done, code = ("end", process.wait(300)) if fault == "none" else disturb(process, fault, place, disk, rng)
+        ends[done] += 1
+        fine = FINE.get(done, set()) | ({1, -2, -15} if kind == "2 ranks" and done != "end" else set())
+        if code not in fine | {0}:
             wrong.append(f"{fault}: exit code {code}: {(place / 'said.txt').read_text()[-300:]}")
             shutil.rmtree(broken, ignore_errors=True)
             finished += fault == "none"

@@ -118,6 +118,12 @@ class ServeOptions:
     """Names by which others call this server, beside `host` and localhost; repeat the flag for several."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The numbers to compute in."""
+    vllm: bool = False
+    """Serve with vLLM, in an environment of its own that is made at first use (docs/vllm.md)."""
+    vllm_python: str | None = None
+    """With vllm: the python of an environment that has vLLM already, such as one for your GPUs."""
+    vllm_args: str = ""
+    """With vllm: more of vLLM's own arguments, such as `--tensor-parallel-size 2`."""
     policy: LoadOptions = field(default_factory=LoadOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
 
@@ -129,6 +135,14 @@ class ServeOptions:
             raise ValueError(
                 f"engine.{given} is for commands that sample elsewhere; serve samples itself: leave it out"
             )
+        if not self.vllm:
+            if self.vllm_python is not None or self.vllm_args:
+                raise ValueError("vllm_python and vllm_args are about vLLM: give vllm too")
+            return
+        unused = {"engine.name": self.engine.name != "auto", "policy.attention": self.policy.attention != "auto"}
+        unused["engine.workers"] = self.engine.workers != 0
+        for name in (name for name, given in unused.items() if given):
+            raise ValueError(f"{name} is about our own engine: leave it out, or leave out vllm")
 
 
 @dataclass(frozen=True, kw_only=True)

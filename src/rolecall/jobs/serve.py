@@ -1,4 +1,4 @@
-"""A model behind HTTP: our own engine, tokens in and out."""
+"""A model behind HTTP, tokens in and out: our own engine, or vLLM."""
 
 import asyncio
 import errno
@@ -21,7 +21,8 @@ from rolecall.serving.app import App
 from rolecall.serving.http import HttpServer
 
 _MAX_BODY = 64 * 2**20
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+"""Addresses that only this machine reaches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +41,11 @@ class Serving:
 
 def run(options: ServeOptions, ready: Callable[[Serving], None]) -> None:
     """Serve until SIGTERM or Ctrl-C; `ready` is called when the server listens."""
+    if options.vllm:
+        from rolecall.jobs.serve_vllm import run as run_vllm
+
+        run_vllm(options, ready)
+        return
     loaded = open_model(options.model, dtype=options.dtype, **reading(options.policy))
     engine = open_engine(
         loaded, name=options.engine.name, dtype=engine_dtype(options), max_rows=options.engine.max_rows
@@ -59,7 +65,7 @@ async def _serve(
     http = HttpServer(
         handler=app,
         key=key,
-        hosts=frozenset({*_LOOPBACK, options.host, *options.hosts}),
+        hosts=frozenset({*LOOPBACK, options.host, *options.hosts}),
         max_body=_MAX_BODY,
         max_upload=_MAX_BODY + 8 * sum(p.numel() for p in loaded.model.parameters()),
     )
@@ -79,7 +85,7 @@ async def _serve(
                 url=url,
                 key=key,
                 own_key=given is None,
-                loopback=options.host in _LOOPBACK,
+                loopback=options.host in LOOPBACK,
             )
         )
         await stop.wait()
