@@ -71,15 +71,16 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
 class Connection(Call):
     """Calls to one server, over connections that are kept."""
 
-    def __init__(self, url: str, *, key: str | None, silence: float, deadline: float) -> None:
-        """A connection must be made and accepted within `silence` seconds, and an answer come within `deadline`."""
+    def __init__(self, url: str, *, key: str | None, silence: float, deadline: float, proxies: bool = False) -> None:
+        """A connection must be made and accepted within `silence` seconds, and an answer come within `deadline`. The
+        environment's `proxies` are not for servers of a run, which are called directly."""
         self.url, self._deadline = url, deadline
         self._client = httpx.AsyncClient(
             base_url=url,
             headers={} if key is None else {"Authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(silence),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=60.0),
-            trust_env=False,  # servers of a run are called directly, whatever proxy the machine has
+            trust_env=proxies,
         )
 
     async def __call__(
