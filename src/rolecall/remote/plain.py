@@ -32,7 +32,7 @@ class PlainServer:
     def __init__(self, url: str, *, model: str | None, key: str | None) -> None:
         """`model` may be left out where the server has but one. A `UserError` if there is no such server or model."""
         self.url, self._background = url.rstrip("/"), Background()
-        self._call = Connection(self.url, key=key, silence=20.0, deadline=_SECONDS, proxies=True)
+        self._call = Connection(self.url, key=key, deadline=_SECONDS, proxies=True)
         self._background.connections.append(self._call)
         try:
             self.model = self._background.run(self._chosen(model))
