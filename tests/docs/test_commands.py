@@ -63,6 +63,8 @@ def place(tmp_path_factory):
         Path("rewards.py").write_text(REWARDS)
         (env,) = [text for text in blocks(ROOT / "docs/agents.md", "python") if "class Higher" in text]
         Path("higher.py").write_text(env)
+        (agent,) = [text for text in blocks(ROOT / "docs/gateway.md", "python") if "def run" in text]
+        Path("my_agent.py").write_text(agent)
         Path("preferences.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n' * 4)
         Path("my.yaml").write_text("rows: sorting\nprompts: 2\nsamples: 2\ngroups: 2\nsampling: {max_new_tokens: 2}\n")
         how = {"steps": 1, "quiet": True}

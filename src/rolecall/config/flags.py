@@ -59,6 +59,7 @@ class _Reader:
         self._options |= {option.key: option for option in section.options()}
         self._bare = [option for option in section.options() if option.bare]
         self._switched = {s.key: s for s in section.sections() if s.optional}
+        self._prefixed = {flag: (o, text) for o in section.options() for flag, text in o.prefixed.items()}
 
     def read_one(self) -> None:
         """Take one option, with its value, from the words."""
@@ -76,6 +77,10 @@ class _Reader:
         positive = name.removeprefix("no_")
         if name in self._options:
             self._set(self._options[name], f"--{written}", text)
+        elif name in self._prefixed:
+            named, prefix = self._prefixed[name]
+            if (text := self._needed(written, text)) is not None:
+                self.line.given[named.key] = f"{prefix}{text}"
         elif name in self._switched:
             text = text if text is not None else self._word_after()
             self.line.given[name] = None if text in ("none", "false") else {}

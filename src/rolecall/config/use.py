@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from rolecall.config.agents import AgentOptions
+from rolecall.config.agents import AGENT_FLAG, AgentOptions
 from rolecall.config.parts import ChatOptions, EngineOptions, LoadOptions, RewardProcessOptions
 from rolecall.config.sampling import Sampling
 
@@ -31,7 +31,7 @@ class EvalOptions(RewardProcessOptions, ModelUseOptions):
     """With an address: which of its models; the only one if not given."""
     rows: str | None = None
     """Prompts: a file, a saved dataset, or a task (its test split). If not given, or if they are those the run in `model` learned from, the ones it held out."""
-    env: str | None = None
+    env: str | None = field(default=None, metadata=AGENT_FLAG)
     """Play episodes of several turns in it, as in `rolecall rl`. If neither it nor rows are given, that of the run."""
     agent: AgentOptions = field(default_factory=AgentOptions)
     reward: tuple[str, ...] = ()
@@ -176,8 +176,8 @@ class PlayOptions(ModelUseOptions):
     """Episodes of several turns, as a conversation or token by token."""
 
     command: ClassVar[str] = "play"
-    env: str
-    """The environment: calculator, guessing, kuhn, file.py:Class, gym:ID."""
+    env: str = field(metadata=AGENT_FLAG)
+    """The environment: calculator, guessing, kuhn, file.py:Class, gym:ID, agent:file.py:function."""
     rows: str | None = None
     """What it starts from; left out, the environment's own held-out rows, or seeds."""
     n: int = 1

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rolecall.agents.episodes import EnvOnly, EpisodeEvaluator, Episodes
 from rolecall.agents.pool import Envs
+from rolecall.agents.programs import Programs
 from rolecall.config.given import resolve_source
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
@@ -67,7 +68,8 @@ def rl(
     """Train with RL: `rl(model="tiny", rows="data.jsonl", reward=my_reward, preset="grpo", steps=50)`.
 
     `rows` and `eval_data` may be lists of dicts, data frames or Hugging Face datasets, `reward` a function or a list of
-    them, `env` a class of environments to play episodes of several turns in; `advantage(batch)` and `loss(outputs, batch)`
+    them, `env` a class of environments to play episodes of several turns in, `agent` a function (base URL, key, row) that
+    plays them itself; `advantage(batch)` and `loss(outputs, batch)`
     replace the preset's own. All other settings are those of `rolecall rl`, nested or dotted.
     """
     arguments = {**settings, "rows": rows, "eval_data": eval_data, "env": env, "reward": reward}
@@ -84,7 +86,7 @@ class _Asked:
     reward: Reward
     test_reward: str | None = None
     """That of the evaluation's task."""
-    envs: Envs | None = None
+    envs: Envs | Programs | None = None
     """Where episodes are played."""
 
 
