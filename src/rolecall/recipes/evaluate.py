@@ -13,7 +13,6 @@ from rolecall.experience.batches import collate
 from rolecall.maths.kl import kl_estimate
 from rolecall.maths.roles import TrainRule
 from rolecall.policy.load import LoadedModel
-from rolecall.policy.sharded import local
 from rolecall.recipes.sampling import answer_text, answered, as_completion, prompt_request, trajectory_of
 from rolecall.rewards.records import Reward, Sample
 from rolecall.rollout.engine import Engine
@@ -198,7 +197,6 @@ def kl_to(
     batch = collate(trajectories)
     mask = TrainRule().eligible(batch.roles)
     with reference.module() as frozen:
-        device = local(next(frozen.parameters())).device
-        ref = score(frozen, batch, mask, temperature=temperature, token_budget=token_budget, device=device)
+        ref = score(frozen, batch, mask, temperature=temperature, token_budget=token_budget)
     assert batch.behaviour_logprobs is not None
     return kl_estimate(batch.behaviour_logprobs, ref.logprobs, mask, kind="k1").sum(dim=1)

@@ -50,8 +50,7 @@ class SFTLearner(RowsLearner):
         """The loss on other demonstrations: the mean over their trained tokens."""
         batch = collate(demonstrations)
         mask, updater = self.rule.eligible(batch.roles), self.updater
-        how = {"token_budget": updater.token_budget, "device": updater.accelerator.device}
-        found = score(updater.module, batch, mask, temperature=1.0, **how)
+        found = score(updater.module, batch, mask, temperature=1.0, token_budget=updater.token_budget)
         meter = Meter()
         meter.mean("loss", losses.nll(found.logprobs, mask), mask)
         return meter.result()
