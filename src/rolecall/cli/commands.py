@@ -66,6 +66,7 @@ COMMANDS = (
         "printing:doctor",
         light=True,
     ),
+    _uses("plan", "what a run would take on GPUs, before you pay", "planning:PlanOptions", "plan:run", light=True),
     _uses(
         "diff",
         "where runs part, and whether seeds differ by more than noise",
