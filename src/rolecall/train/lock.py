@@ -62,7 +62,10 @@ class RunLock:
 
 def is_held(directory: Path) -> bool | None:
     """Whether a process works in this directory: False if it died there, None if none does. Nothing is changed."""
-    held_by = _read(directory / LOCK)
+    try:
+        held_by = _read(directory / LOCK)
+    except OSError:  # nobody may look
+        return None
     return None if held_by is None else _refusal(held_by, _holder(os.getpid())) is not None
 
 

@@ -363,6 +363,7 @@
         if (held.error) throw new Error(held.error);
         say("");
         plots.take(held.charts, true);
+        if (document.hidden) return;
         source = listen(`${events}?seen=${held.seen.join("-")}&state=${state}`, {
           points: (news) => { plots.take(news.charts || [], false); document.body.dataset.points = news.seen[1]; say(""); again(); },
           state: (now) => { state = now; again(); look(); },
@@ -371,7 +372,7 @@
         });
       } catch (error) { say(error.message); setTimeout(begin, 2000); }
     };
-    begin().then(look);
+    whileSeen(() => { begin().then(look); }, () => source?.close());
   };
   const curvesSection = document.querySelector("[data-curves][data-events]");
   if (curvesSection) watch(curvesSection);

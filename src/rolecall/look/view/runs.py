@@ -105,10 +105,12 @@ class Runs:
             return False
 
     def summaries(self) -> list[Summary]:
-        """A line about every run, the one that changed last first."""
+        """A line about every run: those that are running, then the one that changed last first."""
         found = self.found()
         self._held = {run: held for run, held in self._held.items() if run in found}
-        return sorted((self.summary(run, path) for run, path in found.items()), key=lambda s: -s.changed)
+        made = [self.summary(run, path) for run, path in found.items()]
+        # Runs that train side by side keep their places, whichever wrote last.
+        return sorted(made, key=lambda s: (0.0, s.name) if s.state == "running" else (1 / (1 + s.changed), s.name))
 
     def summary(self, run: str, path: Path) -> Summary:
         """A line about one. Read again only if its files changed."""
