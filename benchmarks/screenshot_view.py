@@ -12,39 +12,18 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from shlex import split
 from typing import Any
 
+import pyarrow.parquet as pq
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
 CALL = [sys.executable, "-m", "rolecall"]
-TRAIN = [
-    *(
-        "rl",
-        "--preset",
-        "grpo",
-        "--model",
-        "runs/start",
-        "--rows",
-        "sorting:length=3",
-        "--steps",
-        "60",
-        "--prompts",
-        "8",
-    ),
-    *(
-        "--samples",
-        "8",
-        "--sampling.max_new_tokens",
-        "6",
-        "--optim.lr",
-        "1e-3",
-        "--eval.every",
-        "20",
-        "--eval.rows",
-        "64",
-    ),
-]
+TRAIN = split(
+    "rl --preset grpo --model runs/start --rows sorting:length=3 --steps 60 --prompts 8 --samples 8 --optim.lr 3e-4 "
+    "--sampling.max_new_tokens 6 --eval.every 20 --eval.rows 64"
+)
 _COLOUR = """
 const colour = document.querySelector(".bar label:nth-child(2) select");
 colour.value = "advantage";
@@ -54,7 +33,7 @@ document.querySelectorAll(".strip .tok.t")[1].focus({preventScroll: true});
 SHOTS = (
     ("view-runs.png", "/", 1600, "light", 520, ""),
     ("view-run.png", "/run/{last}", 1600, "dark", 900, ""),
-    ("view-answer.png", "/run/{first}/answers/60/3", 1600, "light", 760, _COLOUR),
+    ("view-answer.png", "/run/{first}/answers/{step}/{row}", 1600, "light", 760, _COLOUR),
     ("view-compare.png", "/compare?run={first}&run={second}&run={third}&run={other}", 1600, "light", 760, ""),
     ("view-narrow.png", "/run/{last}", 400, "light", 860, ""),
     ("view-narrow-dark.png", "/", 400, "dark", 860, ""),
@@ -76,7 +55,7 @@ def main(folder: Path) -> None:
             log = Path(place) / "runs" / names["last"] / "metrics.jsonl"
             while not log.is_file() or log.read_text().count("\n") < 40:
                 time.sleep(0.5)
-            take(folder, found[1], found[2], names)
+            take(folder, found[1], found[2], names | telling(Path(place) / "runs" / names["first"]))
         finally:
             for process in (training, server):
                 process.send_signal(signal.SIGINT)
@@ -85,25 +64,13 @@ def main(folder: Path) -> None:
 
 def make(place: Path) -> dict[str, str]:
     """The runs that are shown, by what they are for."""
-    start = [
-        "sft",
-        "--model",
-        "tiny",
-        "--rows",
-        "sorting:length=3",
-        "--steps",
-        "150",
-        "--batch",
-        "32",
-        "--optim.lr",
-        "3e-3",
-    ]
+    start = split("sft --model tiny --rows sorting:length=3 --steps 50 --batch 32 --optim.lr 3e-3")
     subprocess.run([*CALL, *start, "--out", "runs/start", "--quiet"], cwd=place, check=True)
     names = {
         "first": "grpo-seed-1",
         "second": "grpo-seed-2",
         "third": "grpo-seed-3",
-        "other": "ppo,lr=1e-3",
+        "other": "ppo,lr=3e-4",
         "last": "live",
     }
     for seed, which in enumerate(("first", "second", "third"), 1):
@@ -112,6 +79,17 @@ def make(place: Path) -> dict[str, str]:
     words = [*CALL, *TRAIN, "--preset", "ppo", "--out", f"runs/{names['other']}", "--quiet"]
     subprocess.run(words, cwd=place, check=True)
     return names
+
+
+def telling(run: Path) -> dict[str, str]:
+    """An answer that is better than others of its group, in the last recorded step that has one."""
+    for path in sorted((run / "rollouts").iterdir(), reverse=True):
+        held = pq.read_table(path, columns=["group", "score"]).to_pylist()
+        for row, one in enumerate(held):
+            others = [other["score"] for other in held if other["group"] == one["group"]]
+            if one["score"] > sum(others) / len(others):
+                return {"step": str(int(path.stem.removeprefix("step-"))), "row": str(row)}
+    raise SystemExit("all groups are flat; train longer")
 
 
 def take(folder: Path, base: str, token: str, names: dict[str, str]) -> None:

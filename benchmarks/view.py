@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import split
 from statistics import median
 from typing import Any
 
@@ -28,40 +29,28 @@ from selenium.webdriver.chrome.service import Service
 
 RUNS, STEPS, ANSWERS = 200, 1000, 100
 CALL = [sys.executable, "-m", "rolecall"]
-TRAIN = [
-    *(
-        "rl",
-        "--preset",
-        "ppo",
-        "--model",
-        "tiny",
-        "--rows",
-        "sorting",
-        "--prompts",
-        "25",
-        "--samples",
-        "4",
-        "--seed",
-        "1",
-    ),
-    *("--sampling.max_new_tokens", "40", "--algorithm.entropy_coef", "0.01", "--eval.every", "0"),
-]
+TRAIN = split(
+    "rl --preset ppo --model tiny --rows sorting --prompts 25 --samples 4 --seed 1 --sampling.max_new_tokens 40 "
+    "--algorithm.entropy_coef 0.01 --eval.every 0"
+)
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", type=Path, help="make the runs there, or use those that are there")
+    parser.add_argument("--cost-only", action="store_true", help="measure what a training costs, and nothing else")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         runs = given.keep or Path(place) / "runs"
-        if not (runs / "long").is_dir():
+        if not given.cost_only and not (runs / "long").is_dir():
             make(runs)
         with opened() as driver:
-            with viewing(runs) as (process, base, token):
-                driver.get(f"{base}/?token={token}")
-                looked(driver, process, base)
-                reached(driver, base, runs)
+            if not given.cost_only:
+                with viewing(runs) as (process, base, token):
+                    driver.get(f"{base}/?token={token}")
+                    looked(driver, process, base)
+                    reached(driver, base, runs)
             slowed(driver, Path(place))
 
 
@@ -195,11 +184,11 @@ def reached(driver: Any, base: str, runs: Path) -> None:
 
 def slowed(driver: Any, place: Path) -> None:
     """Processor seconds of a training alone, and with `--view`, its server counted too and its page open; in turns."""
-    steps, found = 150, {"alone": [], "viewed": []}  # type: ignore[var-annotated]
+    steps, found = 100, {"alone": [], "viewed": []}  # type: ignore[var-annotated]
     for i in range(3):
         for how in found:
             run = place / "trained" / f"{how}-{i}"
-            words = [*CALL, *TRAIN, "--prompts", "4", "--steps", str(steps), "--out", str(run)]
+            words = [*CALL, *TRAIN, "--prompts", "2", "--steps", str(steps), "--out", str(run)]
             words += ["--view"] if how == "viewed" else []
             process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
             assert process.stderr is not None

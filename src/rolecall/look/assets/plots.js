@@ -284,7 +284,7 @@
       const i = index ?? xs.length - 1;
       series.forEach((s, k) => {
         const y = index === null || index === undefined ? s.ys.findLast((v) => v !== null) ?? null : s.ys[i];
-        const band = s.low && s.low[i] !== null && s.low[i] !== s.high[i] ? ` (${number(s.low[i])} to ${number(s.high[i])})` : "";
+        const band = index !== null && index !== undefined && s.low && s.low[i] !== null && s.low[i] !== s.high[i] ? ` (${number(s.low[i])} to ${number(s.high[i])})` : "";
         this.values[k].textContent = number(y) + band;
       });
       this.at.textContent = `step ${xs[i]}`;
