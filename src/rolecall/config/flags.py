@@ -123,6 +123,8 @@ class _Reader:
             given[key] = None
         elif option.many is not None:
             given[key] = [*(given.get(key) or []), *_elements(option.many, text)]
+            while option.words and (more := self._value_after()) is not None:
+                given[key] += _elements(option.many, more)
         elif option.mapping:
             given[key] = _yaml(text, flag)
         else:
