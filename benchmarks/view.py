@@ -184,11 +184,11 @@ def reached(driver: Any, base: str, runs: Path) -> None:
 
 def slowed(driver: Any, place: Path) -> None:
     """Processor seconds of a training alone, and with `--view`, its server counted too and its page open; in turns."""
-    steps, found = 100, {"alone": [], "viewed": []}  # type: ignore[var-annotated]
+    steps, found = 150, {"alone": [], "viewed": []}  # type: ignore[var-annotated]
     for i in range(3):
         for how in found:
             run = place / "trained" / f"{how}-{i}"
-            words = [*CALL, *TRAIN, "--prompts", "2", "--steps", str(steps), "--out", str(run)]
+            words = [*CALL, *TRAIN, "--prompts", "4", "--steps", str(steps), "--out", str(run)]
             words += ["--view"] if how == "viewed" else []
             process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
             assert process.stderr is not None
