@@ -159,11 +159,37 @@ def test_what_cannot_be_held_so_is_refused_in_a_sentence(place, capfd, count, gi
     assert not (place / "run").exists()
 
 
-def test_a_checkpoint_in_parts_and_a_whole_one_are_not_taken_for_each_other(place, capfd):
-    assert main([*CASES["sft"], "--out", "parts", *SHARDED]) == 0
-    assert main([*CASES["sft"], "--out", "whole"]) == 0
-    capfd.readouterr()
-    assert main(["sft", "--resume", "--steps", "3", "--out", "parts", "--train.shard", "none"]) == 2
-    assert "is of a sharded run: resume it with --train.shard fsdp2" in capfd.readouterr().err
-    assert main(["sft", "--resume", "--steps", "3", "--out", "whole", *SHARDED]) == 2
-    assert "is of a run that was not sharded: resume it without --train.shard fsdp2" in capfd.readouterr().err
+TURNS = {
+    "ppo": [*CASES["ppo"], "--algorithm.reference_every", "2"],
+    "lora": CASES["lora, KL"],
+    "rm": ["rm", "--rows", "addition", "--steps", "2", "--batch", "5", "--quiet"],
+}
+
+
+@pytest.mark.parametrize("case", TURNS)
+def test_a_run_may_be_sharded_or_not_from_one_resume_to_the_next(place, case):
+    """In one process, where both are the same bit for bit."""
+    command, how = TURNS[case][0], [*TURNS[case], "--optim.schedule", "constant"]
+    assert main([*how, "--steps", "4", "--out", "straight"]) == 0
+    assert main([*how, "--out", "turns", *SHARDED]) == 0
+    assert any(name.startswith("parts/") for name in files_of(place / "turns", 2))
+    assert main([command, "--resume", "--steps", "3", "--out", "turns", "--quiet", "--train.shard", "none"]) == 0
+    assert not any(name.startswith("parts/") for name in files_of(place / "turns", 3))
+    assert main([command, "--resume", "--steps", "4", "--out", "turns", "--quiet", *SHARDED]) == 0
+    assert (place / "turns/model/model.safetensors").read_bytes() == (
+        place / "straight/model/model.safetensors"
+    ).read_bytes()
+    assert metrics_of(place / "turns") == metrics_of(place / "straight")
+    resumed = json.loads((place / "turns/run.json").read_text())["resumed"]
+    assert [one["bit_exact"] for one in resumed] == [True, True]
+
+
+def test_two_processes_go_on_sharded_with_what_they_held_whole_and_say_that_it_is_not_bit_exact(place):
+    processes(2, place, *LONG, "--steps", "2", "--out", "run")
+    processes(2, place, "rl", "--resume", "--steps", "3", "--out", "run", "--quiet", *SHARDED)
+    processes(2, place, "rl", "--resume", "--steps", "4", "--out", "run", "--quiet", "--train.shard", "ddp")
+    processes(1, place, *LONG, "--steps", "4", "--out", "whole")
+    for name, tensor in model_of(place / "whole").items():
+        torch.testing.assert_close(model_of(place / "run")[name], tensor, rtol=0, atol=1e-5)
+    resumed = json.loads((place / "run/run.json").read_text())["resumed"]
+    assert [one["bit_exact"] for one in resumed] == [False, False]
