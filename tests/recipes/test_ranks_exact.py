@@ -6,6 +6,7 @@ import pytest
 import torch
 from forked_ranks import nothing, processes
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from rolecall.experience.store import read_rollouts
 
@@ -63,6 +64,7 @@ def test_six_steps_of_several_processes_are_those_of_one(tmp_path, case, ways, b
         run = tmp_path / f"{shard}-{count}"
         processes(count, tmp_path, *CASES[case], "--out", run.name, "--train.shard", shard, before=before)
         found = load_file(run / "model/model.safetensors")
+        assert AutoConfig.from_pretrained(run / "model").architectures == ["LlamaForCausalLM"]
         assert found.keys() == weights.keys()
         assert max(float((found[name] - weights[name]).abs().max()) for name in weights) <= band
         also = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
