@@ -13,6 +13,7 @@ import torch
 from rolecall.agents.conversation import Dialect
 from rolecall.agents.play import Played, Player, Wanted
 from rolecall.agents.pool import Envs
+from rolecall.agents.programs import ProgramPlayer, Programs
 from rolecall.config.agents import AgentOptions
 from rolecall.config.parts import ChatOptions
 from rolecall.config.rl import RLOptions
@@ -99,7 +100,7 @@ class Arena:
         *,
         policy: LoadedModel,
         engine: Engine,
-        envs: Envs,
+        envs: Envs | Programs,
         reward: Reward,
         options: AgentOptions,
         chat: ChatOptions,
@@ -112,8 +113,11 @@ class Arena:
             system_prompt=chat.system_prompt,
         )
         self.policy, self.reward = policy, reward
-        self.player = Player(
-            engine=engine, envs=envs, dialect=dialect, options=options, context_length=policy.context_length
+        how: dict[str, Any] = {"dialect": dialect, "options": options, "context_length": policy.context_length}
+        self.player: Player | ProgramPlayer = (
+            ProgramPlayer(engine=engine, programs=envs, model=policy.name, **how)
+            if isinstance(envs, Programs)
+            else Player(engine=engine, envs=envs, **how)
         )
         self.timer = timer or Timer()
         self.player.advance = self.timer.advance
@@ -121,7 +125,7 @@ class Arena:
     @property
     def players(self) -> tuple[str, ...]:
         """Who plays."""
-        return self.player.envs.players
+        return self.player.players
 
     def play(
         self,

@@ -24,6 +24,7 @@ from rolecall.train.metrics import Meter
 from rolecall.train.reference import Reference
 from rolecall.train.score import score
 from rolecall.train.step import Updater
+from rolecall.transfer import to_device
 from rolecall.types import Batch, Trajectory
 
 
@@ -56,7 +57,7 @@ class DPOLearner(RowsLearner):
         def read(pairs: Tensor) -> tuple[Tensor, Tensor]:
             rows = torch.stack([2 * pairs, 2 * pairs + 1], dim=1).flatten()
             policy = _of_pairs(*self._logprobs(batch, rows, mask))
-            ref = reference[:, pairs].to(policy)
+            ref = to_device(reference[:, pairs], policy.device).to(policy)
             return policy, dpo(*policy, *ref, beta=o.beta, label_smoothing=o.label_smoothing) if len(pairs) else ref
 
         found, step = self.descend(2 * lengths_of(batch).view(-1, 2).amax(dim=1), read)
@@ -79,15 +80,15 @@ class DPOLearner(RowsLearner):
 
     def _logprobs(self, batch: Batch, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """(log-probs with gradient, where they count) of some rows; of no rows, those of two pairs of tokens that do not count."""
-        device = self.updater.accelerator.device
         if len(rows):
             part = batch.rows(rows)
             time = max(2, int(lengths_of(part).max()))
-            ids, wanted = part.ids[:, :time].to(device), mask[rows, :time].to(device)
+            ids, wanted = part.ids[:, :time], mask[rows, :time]
         else:
-            ids = torch.zeros(2, 2, dtype=torch.long, device=device)
+            ids = torch.zeros(2, 2, dtype=torch.long)
             wanted = torch.zeros_like(ids, dtype=torch.bool)
-        return self.updater.module(ids, wanted, temperature=1.0).logprobs, wanted
+        logprobs = self.updater.module(ids, wanted, temperature=1.0).logprobs
+        return logprobs, to_device(wanted, logprobs.device)
 
     def _score(self, module: torch.nn.Module, batch: Batch) -> Tensor:
         return score(
@@ -96,7 +97,6 @@ class DPOLearner(RowsLearner):
             self.rule.eligible(batch.roles),
             temperature=1.0,
             token_budget=self.updater.token_budget,
-            device=self.updater.accelerator.device,
         ).logprobs
 
 

@@ -35,6 +35,7 @@ from rolecall.train.persist import load_optimizer
 from rolecall.train.ranks import Ranks
 from rolecall.train.state import NotFinite, first_non_finite, read_state, write_state
 from rolecall.train.step import Updater
+from rolecall.transfer import to_device
 
 _STATE = "trainer"
 Ids = tuple[int, ...]
@@ -79,7 +80,7 @@ class RewardModelLearner(RowsLearner):
         def read(rows: Tensor) -> tuple[Tensor, Tensor]:
             part = [pairs[i] for i in rows.tolist()]
             found = self._scores(part)
-            margins = torch.tensor([pair.margin for pair in part], dtype=found.dtype, device=found.device)
+            margins = to_device(torch.tensor([pair.margin for pair in part], dtype=found.dtype), found.device)
             return found, bradley_terry(found[0], found[1], margin=margins) if part else found
 
         sizes = torch.tensor([2 * max(len(pair.chosen), len(pair.rejected)) for pair in pairs])
@@ -102,8 +103,7 @@ class RewardModelLearner(RowsLearner):
         """[2, pairs] scores of chosen and rejected in one forward; of nothing, the score of one token."""
         rows = [pair.chosen for pair in part] + [pair.rejected for pair in part] or [(0,)]
         ids, lengths = right_padded(rows)
-        device = self.updater.accelerator.device
-        found: Tensor = self.updater.module(ids.to(device), lengths.to(device))
+        found: Tensor = self.updater.module(ids, lengths)
         return found.view(2, -1) if part else found
 
 

@@ -52,8 +52,7 @@ class SFTLearner(RowsLearner):
         own = updater.ranks.share(demonstrations)
         batch = collate(own or demonstrations[:1])  # every rank takes part in the passes
         mask = self.rule.eligible(batch.roles) & bool(own)
-        how = {"token_budget": updater.token_budget, "device": updater.accelerator.device}
-        found = score(updater.module, batch, mask, temperature=1.0, **how)
+        found = score(updater.module, batch, mask, temperature=1.0, token_budget=updater.token_budget)
         meter = Meter()
         meter.mean("loss", losses.nll(found.logprobs, mask), mask)
         return meter.result(updater.all_sum)
