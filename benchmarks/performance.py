@@ -268,6 +268,9 @@ def _ranks() -> list[str]:
         "holding the model whole (ddp) or in parts (fsdp2). Of a sharded process at most 0.65 of one process's memory is allowed.",
         "",
         *_table(head, found["rows"]),
+        "",
+        "Memory is what was measured for; times were taken on two cores that others used too, so they only say that gathering layers",
+        "costs on a CPU.",
     ]
 
 
