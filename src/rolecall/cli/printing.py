@@ -62,6 +62,7 @@ def serve(options: ServeOptions) -> None:
         print(f"serving {visible_text(serving.model)} ({serving.engine}, {serving.dtype}) on {serving.url}")
         if serving.own_key:
             print(f"export {KEY_VARIABLE}={serving.key}")
+        print(f"train with: rolecall rl --model {quote(serving.model)} --engine.servers {serving.url}")
         sys.stdout.flush()
         if not serving.loopback:
             print("others can reach this address: the key and all tokens travel in the clear", file=sys.stderr)

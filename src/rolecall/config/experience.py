@@ -49,7 +49,7 @@ class ReplayOptions:
     """What is done with positions whose ratio at the start of the update lies outside [weights_low, weights_high]:
     nothing, bring it to the edge (with decoupled or --from), or leave the position out of the sum."""
     weigh_fresh: bool | None = None
-    """Do the same with fresh answers, which an engine of another precision than the trainer's samples a little off. Left
+    """Do the same with fresh answers, which an engine of another precision or kind than the trainer's samples a little off. Left
     out: if the two differ, by whole answers and truncated at 3 (docs/numerics.md), whatever the options here say."""
     weights_level: Literal["token", "sequence"] = "token"
     """Whether that ratio is a token's or a whole answer's."""

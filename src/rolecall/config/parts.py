@@ -196,10 +196,10 @@ class TrainerOptions:
 class EngineOptions:
     """What samples the answers."""
 
-    name: Literal["auto", "native", "hf"] = "auto"
-    """`native` for Llama-family models, `hf` for every other; `auto` chooses."""
+    name: Literal["auto", "native", "hf", "vllm"] = "auto"
+    """`native` for Llama-family models, `hf` for every other; `auto` chooses. Of servers: what they run, found out by `auto`."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """The sampler's dtype; the model's if not given."""
+    """The sampler's dtype; the model's if not given. Of servers: theirs, found out if not given."""
     max_rows: int = 256
     """Answers that grow at a time."""
     workers: int = 0
@@ -212,8 +212,22 @@ class EngineOptions:
     """Seconds without a sign of life after which a worker is replaced and its prompts are given to another."""
     worker_deadline: float = 600.0
     """Seconds that a worker may take for its prompts before the same happens."""
+    servers: tuple[str, ...] = ()
+    """Addresses of servers that sample, such as http://127.0.0.1:8750 (`rolecall serve`, docs/servers.md), with commas between
+    them. Their key is read from the environment variable ROLECALL_SERVER_KEY. worker_silence and worker_deadline hold for them
+    too."""
+    server_patience: float = 300.0
+    """Seconds that all servers may be out of reach before the run ends, with exit code 75."""
+    weights_directory: str | None = None
+    """A directory that the servers see too, through which they get the weights. Left out: servers on this machine read a
+    temporary one, others are sent the weights."""
 
     def __post_init__(self) -> None:
+        if self.servers:
+            self._check_servers()
+        elif self.weights_directory is not None or self.name == "vllm":
+            given = "name vllm" if self.weights_directory is None else "weights_directory"
+            raise ValueError(f"engine.{given} is for servers: give engine.servers too")
         if self.workers < 0 or self.worker_prompts < 1 or self.worker_threads < 1:
             raise ValueError(
                 "engine.workers is 0 or a number of processes, worker_prompts and worker_threads are at least 1, got "
@@ -221,6 +235,24 @@ class EngineOptions:
             )
         if not (self.worker_silence > 0 and self.worker_deadline > 0):
             raise ValueError("engine.worker_silence and worker_deadline must be above 0 seconds")
+
+    def _check_servers(self) -> None:
+        if self.workers:
+            raise ValueError("engine.workers and engine.servers both say what samples: give one of them")
+        if self.max_rows != EngineOptions.max_rows:
+            raise ValueError("engine.max_rows is for who samples: give it to the servers when they are started")
+        for url in self.servers:
+            if not re.fullmatch(r"https?://[^/?#@\s]+", url):
+                raise ValueError(f"engine.servers wants addresses such as http://127.0.0.1:8750, got {url!r}")
+        if len(set(self.servers)) < len(self.servers):
+            raise ValueError("engine.servers names the same server twice")
+        if not self.server_patience > 0:
+            raise ValueError(f"engine.server_patience must be above 0 seconds, got {self.server_patience:g}")
+        if processes() > len(self.servers):
+            raise ValueError(
+                f"{processes()} processes train and each has servers of its own, but engine.servers are "
+                f"{len(self.servers)}: give at least as many"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

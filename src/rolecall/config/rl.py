@@ -341,15 +341,22 @@ class RLOptions(AnsweringOptions, TrainingOptions):
         return self.engine.dtype or self.policy.dtype, "bfloat16" if mixed else self.policy.dtype
 
     @property
+    def _unlike(self) -> str | None:
+        """In what the engine differs from the trainer, so that it samples a little off; None: in nothing."""
+        engine, trainer = self.precisions
+        if engine != trainer:
+            return f"the engine samples in {engine} and the trainer computes in {trainer}"
+        return "the engine is vllm, with kernels of its own" if self.engine.name == "vllm" else None
+
+    @property
     def fresh_weights(self) -> ReplayOptions | None:
         """How the answers of a step are weighed by how likely the trainer finds them against who sampled them; None:
         not at all. Old log-probs that the user chose are left alone, so nothing is weighed without being asked then."""
         replay = self.replay
         if replay.weigh_fresh or not self.sampled_now:
             return None if replay.weights == "none" else replay
-        engine, trainer = self.precisions
         chosen = self.algorithm.old_logprobs not in ("auto", "recompute")
-        if engine == trainer or replay.weigh_fresh is False or chosen:
+        if not self._unlike or replay.weigh_fresh is False or chosen:
             return None
         return replace(replay, weights="truncate", weights_level="sequence", weights_low=0.0, weights_high=3.0)
 
@@ -394,11 +401,7 @@ class RLOptions(AnsweringOptions, TrainingOptions):
         """That answers are weighed because nobody said otherwise, and why; None if they are not."""
         if self.fresh_weights is None or self.replay.weigh_fresh is not None or not self.sampled_now:
             return None
-        engine, trainer = self.precisions
-        return (
-            f"the engine samples in {engine} and the trainer computes in {trainer}: answers are weighed by the ratio of the "
-            "two, at most 3 (replay.weigh_fresh false turns this off)"
-        )
+        return f"{self._unlike}: answers are weighed by the ratio of the two, at most 3 (replay.weigh_fresh false turns this off)"
 
     @property
     def _replay_line(self) -> str | None:

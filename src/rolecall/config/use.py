@@ -130,12 +130,16 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port must lie in 0..65535, got {self.port}")
+        if self.engine.servers or self.engine.workers:
+            given = "servers" if self.engine.servers else "workers"
+            raise ValueError(
+                f"engine.{given} is for commands that sample elsewhere; serve samples itself: leave it out"
+            )
         if not self.vllm:
             if self.vllm_python is not None or self.vllm_args:
                 raise ValueError("vllm_python and vllm_args are about vLLM: give vllm too")
             return
         unused = {"engine.name": self.engine.name != "auto", "policy.attention": self.policy.attention != "auto"}
-        unused["engine.workers"] = self.engine.workers != 0
         for name in (name for name, given in unused.items() if given):
             raise ValueError(f"{name} is about our own engine: leave it out, or leave out vllm")
 

@@ -6,6 +6,10 @@ Every command and option that takes a model comes here, so all of them take the 
 import hashlib
 import json
 import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,8 @@ from transformers import AutoConfig
 
 from rolecall.config.given import GivenObject, resolve_source
 from rolecall.config.parts import PolicyOptions
+from rolecall.config.plan import processes
+from rolecall.config.use import KEY_VARIABLE
 from rolecall.errors import UserError
 from rolecall.policy.heads import RewardModel
 from rolecall.policy.load import LoadedModel, LoadError, from_objects, load, reading
@@ -27,8 +33,10 @@ from rolecall.policy.lora import (
     merged,
     set_dropout,
 )
+from rolecall.policy.model import PolicyModel
 from rolecall.policy.quantize import quantized
 from rolecall.policy.sharded import in_parts
+from rolecall.remote.probe import Scorer, scored
 from rolecall.rewards.model import RewardModelReward
 from rolecall.rollout.engine import Engine
 from rolecall.rollout.open import open_engine
@@ -134,15 +142,49 @@ def start_reward_model(name: str, options: Any) -> RewardModel:
     return RewardModel.from_policy(open_model(name, **how), seed=options.seed)
 
 
-def sampler(policy: LoadedModel, options: Any, *, timer: Timer | None = None) -> Engine:
-    """The engine that the options ask for, with the policy's weights. Workers tell the timer how long they took."""
+def sampler(policy: LoadedModel, options: Any, *, timer: Timer | None = None, scorer: Scorer | None = None) -> Engine:
+    """The engine that the options ask for, with the policy's weights. Workers and servers tell the timer how long they took.
+
+    `scorer` is how the policy is scored where it trains; servers are compared with it.
+    """
     plain = merged(policy) if has_adapter(policy) or in_parts(policy.model) else policy
     o = options.engine
+    if o.servers:
+        return _on_servers(policy, plain, options, (timer or Timer()).add, scorer)
     how: dict[str, Any] = {"name": o.name, "dtype": engine_dtype(options), "max_rows": o.max_rows}
     if not o.workers:
         return open_engine(plain, **how)
     reads = reading(options.policy) | {"dtype": getattr(options.policy, "dtype", "float32")}
     return EnginePool(plain, o, how=how, reads=reads, add=(timer or Timer()).add)
+
+
+def _on_servers(
+    policy: LoadedModel, plain: LoadedModel, options: Any, add: Callable[[str, float], None], scorer: Scorer | None
+) -> Engine:
+    """An engine over this process's share of the servers."""
+    from rolecall.remote.engine import ServerEngine  # and httpx, which nothing else needs
+
+    mixed = getattr(options.policy, "mixed_precision", "no") == "bf16"
+    module = PolicyModel(policy.model)
+    return ServerEngine(
+        plain,
+        options.engine,
+        tokenizer=fingerprint(policy),
+        scorer=scorer or partial(scored, module, temperature=1.0, token_budget=8192, device=policy.model.device),
+        sampling=options.sampling,
+        trainer=torch.bfloat16 if mixed else policy.model.dtype,
+        urls=options.engine.servers[int(os.environ.get("RANK", "0")) :: processes()],
+        key=os.environ.get(KEY_VARIABLE),
+        add=add,
+    )
+
+
+def as_served(options: Any, engine: Engine) -> Any:
+    """The options with what servers turn out to be; as they are for any other engine."""
+    about = getattr(engine, "about", None)
+    if about is None:
+        return options
+    return replace(options, engine=replace(options.engine, name=about.engine, dtype=about.dtype))
 
 
 def engine_dtype(options: Any) -> torch.dtype | None:

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from rolecall.agents.episodes import Arena, EnvOnly, EpisodeEvaluator, Episodes
 from rolecall.agents.pool import Envs
 from rolecall.config.given import resolve_source
@@ -17,7 +19,7 @@ from rolecall.experience.stored import RolloutStore
 from rolecall.jobs.agents import EnvSource, check_episodes, env_source, episode_rows, open_arena, open_envs, try_out
 from rolecall.jobs.building import Built, Job, build_policy, loop_options, prepared
 from rolecall.jobs.data import PromptRows, check_prompts, open_judge, open_training_reward, prompt_rows, steps_of
-from rolecall.jobs.models import engine_dtype, fingerprint, open_policy, open_reward_model, sampler
+from rolecall.jobs.models import as_served, engine_dtype, fingerprint, open_policy, open_reward_model, sampler
 from rolecall.jobs.prompting import style_of
 from rolecall.jobs.running import Run, train
 from rolecall.policy.heads import Critic, ScalarHead
@@ -39,6 +41,9 @@ from rolecall.train.progress import Progress
 from rolecall.train.ranks import Ranks
 from rolecall.train.reference import Reference
 from rolecall.train.rundir import RunDir
+from rolecall.train.score import score
+from rolecall.train.step import Updater
+from rolecall.types import Batch
 
 _log = logging.getLogger("rolecall")
 
@@ -93,8 +98,9 @@ def build(job: Job) -> Built:
     module = _module(policy, options)
     reference = Reference(module) if options.algorithm.kl_coef > 0 else None
     updater = prepared(module, job, reference=reference)
-    engine = sampler(policy, options, timer=job.timer)
+    engine = sampler(policy, options, timer=job.timer, scorer=partial(_scored, updater))
     job.stack.callback(getattr(engine, "close", lambda: None))
+    options = as_served(options, engine)
     dtype = engine_dtype(options) or policy.model.dtype
     guard = Guard(options, policy=policy, updater=updater, engine=engine, engine_dtype=dtype)
     warn_if_support_is_cut(options.sampling)
@@ -138,6 +144,13 @@ def build(job: Job) -> Built:
         watch_run=record,
         prompts="chat" if played is not None else None if rows is None else style_of(rows),
     )
+
+
+def _scored(updater: Updater, batch: Batch, wanted: Tensor) -> Tensor:
+    """How servers are compared with the policy as it is now."""
+    device, budget = updater.accelerator.device, updater.token_budget
+    with updater.autocast():
+        return score(updater.module, batch, wanted, temperature=1.0, token_budget=budget, device=device).logprobs
 
 
 def _played(job: Job) -> EnvSource | None:

@@ -282,6 +282,7 @@ class RLLearner:
         found["policy_version"] = float(self.engine.version)
         found["optimizer_steps"] = float(sum(not result.skipped for result in made))
         told = getattr(self.reward, "take_metrics", dict)() | getattr(self.collector, "take_metrics", dict)()
+        told |= getattr(self.engine, "metrics", dict)()
         self._metrics = told | finish(found)
 
     def metrics(self) -> dict[str, float]:

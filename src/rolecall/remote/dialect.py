@@ -83,6 +83,9 @@ class Dialect(Protocol):
     """Prompts of a unit, which is sent, answered and, when a server is lost, sent again as a whole; None: what a flight
     holds is shared out evenly."""
 
+    uploads: bool
+    """Whether weights can be sent to a server that does not see their directory."""
+
     async def recognises(self, call: Call) -> bool:
         """Whether the server speaks this dialect."""
         ...

@@ -15,6 +15,7 @@ class RolecallDialect(Dialect):
     name = "rolecall"
     at_once = 1
     unit_prompts = None
+    uploads = True
 
     async def recognises(self, call: Call) -> bool:
         """Whether `/version` names us."""

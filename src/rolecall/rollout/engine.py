@@ -4,6 +4,7 @@ import hashlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -154,7 +155,7 @@ class StreamFlight(Flight):
         ended = []
         if not self._flying:
             cuts = [(t, t.cut()) for t in (self._waiting.popleft() for _ in range(len(self._waiting)))]
-            ended = [(t, _unanswered(t.request, i, cut)) for t, cut in cuts if cut for i in range(t.request.n)]
+            ended = [(t, unanswered(t.request, i, cut)) for t, cut in cuts if cut for i in range(t.request.n)]
             begun = [t for t, cut in cuts if cut is None]
             self._flying = {
                 (t.request.prompt, t.request.first_sample + i): t for t in begun for i in range(t.request.n)
@@ -165,7 +166,8 @@ class StreamFlight(Flight):
         return ended
 
 
-def _unanswered(request: Request, sample: int, finish: Finish) -> Completion:
+def unanswered(request: Request, sample: int, finish: Finish) -> Completion:
+    """An answer that ended before it began; `sample` counts from the request's first."""
     return Completion(
         ids=(),
         behaviour_logprobs=(),
@@ -181,6 +183,13 @@ def in_order(requests: Sequence[Request], completions: Iterable[Completion]) -> 
     """What a stream yields, in the order of the requests and of their samples."""
     found = {(c.prompt, c.sample): c for c in completions}
     return [found[r.prompt, r.first_sample + i] for r in requests for i in range(r.n)]
+
+
+def in_units(requests: Sequence[Request], *, prompts: int) -> list[tuple[Request, ...]]:
+    """Requests cut into units of so many prompts, in order; those of one prompt stay together."""
+    groups = [list(group) for _, group in groupby(requests, key=lambda request: request.prompt)]
+    parts = [groups[i : i + prompts] for i in range(0, len(groups), prompts)]
+    return [tuple(request for group in part for request in group) for part in parts]
 
 
 def check_requests(requests: Sequence[Request], *, context_length: int, vocabulary: int) -> None:

@@ -1,7 +1,6 @@
 """The engine for a loaded model."""
 
 import logging
-from typing import Literal
 
 import torch
 
@@ -12,8 +11,6 @@ from rolecall.rollout.engine import Engine
 from rolecall.rollout.hf import HFEngine
 from rolecall.rollout.native import NativeEngine
 
-EngineName = Literal["auto", "native", "hf"]
-
 _ENGINES: dict[str, type[NativeEngine] | type[HFEngine]] = {"native": NativeEngine, "hf": HFEngine}
 _logger = logging.getLogger(__name__)
 
@@ -21,7 +18,7 @@ _logger = logging.getLogger(__name__)
 def open_engine(
     loaded: LoadedModel,
     *,
-    name: EngineName = "auto",
+    name: str = "auto",
     dtype: torch.dtype | None = None,
     max_rows: int = 64,
     version: int = 0,

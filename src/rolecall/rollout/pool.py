@@ -6,29 +6,24 @@ hung or stale is replaced and the unit is given to another.
 """
 
 import logging
-import os
 import pickle
 import shutil
-import tempfile
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
-from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rolecall.config.parts import EngineOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel, save
-from rolecall.policy.sharded import whole
-from rolecall.rollout.engine import Engine, Flight, StreamFlight, check_requests, check_weights, weights_hash
+from rolecall.rollout.engine import Engine, Flight, StreamFlight, check_requests, check_weights, in_units
+from rolecall.rollout.published import own_directory, write_weights
 from rolecall.rollout.worker import Setup, Unit, unpack
 from rolecall.types import Completion, Request
 from rolecall.workers.pool import Broken, WorkerPool
@@ -37,7 +32,6 @@ from rolecall.workers.walls import Walls
 
 _log = logging.getLogger("rolecall.rollout")
 
-_PREFIX = "rolecall-"
 _LOSSES = 3
 """Workers in a row, beyond two for each place, that may be lost before a unit is done; then the pool gives up."""
 _LONGEST_PAUSE_S = 5.0
@@ -75,7 +69,7 @@ class EnginePool(WorkerPool, Engine):
         self._vocabulary, self._context = model.get_input_embeddings().num_embeddings, loaded.context_length
         self._losses = 0
         self._lock = threading.RLock()
-        self._directory = _own_directory(sum(p.numel() * 4 for p in model.parameters()))
+        self._directory = own_directory(sum(p.numel() * 4 for p in model.parameters()))
         weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         save(loaded, self._directory / "model")
         self.load(dict(model.named_parameters()), 0)
@@ -105,11 +99,7 @@ class EnginePool(WorkerPool, Engine):
         check_weights(weights, self._shapes)
         with self._lock:
             path = self._directory / f"v{version:06d}.safetensors"
-            aside = path.with_suffix(".tmp")
-            held = {name: whole(w.detach()).to("cpu", self.dtype).contiguous() for name, w in weights.items()}
-            self._hash = weights_hash(held, self.dtype)
-            save_file(held, aside)
-            aside.replace(path)
+            self._hash = write_weights(path, weights, self.dtype)
             for old in self._directory.glob("v*.safetensors"):
                 if old != path:
                     old.unlink()
@@ -131,17 +121,9 @@ class EnginePool(WorkerPool, Engine):
 
     def _units(self, requests: Sequence[Request]) -> list[Unit]:
         """Requests of the same prompts together, in order; no engine keeps a cache of what another may have to go on with."""
-        groups = [[replace(r, conversation=None) for r in g] for _, g in groupby(requests, key=lambda r: r.prompt)]
-        size = self.options.worker_prompts
-        return [
-            Unit(
-                requests=tuple(request for group in part for request in group),
-                weights=str(self._weights),
-                version=self.version,
-                hash=self._hash,
-            )
-            for part in (groups[i : i + size] for i in range(0, len(groups), size))
-        ]
+        plain = [replace(request, conversation=None) for request in requests]
+        made = in_units(plain, prompts=self.options.worker_prompts)
+        return [Unit(requests=u, weights=str(self._weights), version=self.version, hash=self._hash) for u in made]
 
     def _stream(self, queue: deque[_Asked]) -> Iterator[Completion]:
         out: deque[Completion] = deque()
@@ -232,18 +214,3 @@ class EnginePool(WorkerPool, Engine):
 def _pack(asked: _Asked, worker: Worker) -> bytes:
     asked.since = monotonic()
     return pickle.dumps(asked.unit)
-
-
-def _own_directory(weights_bytes: int) -> Path:
-    """A new directory for weights: in shared memory if three copies fit, else where temporary files go.
-
-    What processes that were killed left there is removed.
-    """
-    shared = Path("/dev/shm")
-    fits = shared.is_dir() and os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 3 * weights_bytes
-    place = shared if fits else Path(tempfile.gettempdir())
-    for left in place.glob(f"{_PREFIX}*-*"):
-        number = left.name.removeprefix(_PREFIX).partition("-")[0]
-        if number.isdigit() and Path("/proc/self").exists() and not Path(f"/proc/{number}").exists():
-            shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place))

@@ -1,0 +1,187 @@
+"""One server of a run: what it is, whether it can be asked, and how it gets weights."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from rolecall.errors import UserError
+from rolecall.remote.connection import Connection
+from rolecall.remote.dialect import About, Dialect, Published, ServerLostError, ServerRefusedError
+from rolecall.remote.probe import Expected, Scores, difference
+from rolecall.types import Completion, Finish, Request
+
+_log = logging.getLogger("rolecall.rollout")
+
+T = TypeVar("T")
+
+_BEATS = 4
+"""Signs of life that are asked for within the time that a server may be silent."""
+
+
+class StaleServerError(Exception):
+    """A server does not have the weights it was given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What a server of this run must be."""
+
+    vocabulary: int
+    tokenizer: str
+    max_new_tokens: int
+
+
+class Server:
+    """Speaks to one server. All of it runs in the event loop's thread."""
+
+    def __init__(self, connection: Connection, dialect: Dialect, about: About, *, silence: float) -> None:
+        self.call, self.dialect, self.about, self.silence = connection, dialect, about, silence
+        self.url = connection.url
+        self.ready = False
+        """It has the weights, so that it can be asked."""
+        self.out: str | None = None
+        """Why it takes no part any more."""
+        self.busy = 0
+        """Units that it is answering."""
+        self.gap: float | None = None
+        """Mean |difference| of its log-probs to the trainer's at the first probe."""
+        self.last_gap = 0.0
+        self._said: tuple[Scores, Scores] | None = None
+        """What it says of the probe's sequences, and what the trainer said when it began to say that."""
+        self._sees = True
+
+    @classmethod
+    async def open(cls, connection: Connection, dialects: Sequence[Dialect], *, silence: float) -> "Server":
+        """The server at the other end; a `UserError` if there is none that can be spoken to."""
+        url = connection.url
+        try:
+            async with asyncio.timeout(silence):
+                for dialect in dialects:
+                    if await dialect.recognises(connection):
+                        return cls(connection, dialect, await dialect.about(connection), silence=silence)
+        except (ServerLostError, TimeoutError) as error:
+            why = str(error) or f"it is silent for {silence:g} s"
+            raise UserError(f"engine.servers {url}: {why}; start `rolecall serve MODEL` there first") from error
+        except ServerRefusedError as error:
+            raise UserError(f"engine.servers {url}: {refusal(error)}") from error
+        except UserError as error:
+            raise UserError(f"engine.servers {url}: {error}") from error
+        known = " or ".join(dialect.name for dialect in dialects)
+        raise UserError(
+            f"engine.servers {url}: no kind of server that is known here ({known}); a plain OpenAI-compatible one cannot "
+            "take weights, so it can be evaluated, not trained with"
+        )
+
+    def check(self, wanted: Wanted) -> None:
+        """Refuse a server of another model, before anything is sent to it."""
+        about = self.about
+        where = f"engine.servers {self.url} serves {about.model}"
+        if about.vocabulary not in (None, wanted.vocabulary):
+            raise UserError(
+                f"{where} with a vocabulary of {about.vocabulary:,} tokens, but the model that trains has "
+                f"{wanted.vocabulary:,}; serve the same model"
+            )
+        if about.tokenizer not in (None, wanted.tokenizer):
+            raise UserError(f"{where} with another tokenizer than the model that trains; serve the same model")
+        if about.context_length <= wanted.max_new_tokens:
+            raise UserError(
+                f"{where} with a context of {about.context_length:,} tokens, which has no room for a prompt and "
+                f"sampling.max_new_tokens {wanted.max_new_tokens:,}; serve it with a longer one, or lower that"
+            )
+
+    async def answer(self, requests: Sequence[Request], *, version: int, seconds: float | None) -> list[Completion]:
+        """The answers by weights of this version, as many as were asked for."""
+        try:
+            found = await self._alive(self.dialect.generate(self.call, requests, seconds=seconds))
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise ServerLostError(f"its answer cannot be read ({type(error).__name__}: {error})") from error
+        asked = [(r.prompt, r.first_sample + i) for r in requests for i in range(r.n)]
+        if [(c.prompt, c.sample) for c in found] != asked:
+            raise ServerLostError("it answered other requests than those it was asked")
+        if other := {c.policy_version for c in found} - {version}:
+            raise StaleServerError(f"it answered with version {min(other)} of the weights, not {version}")
+        if any(c.finish is Finish.ABORT for c in found):
+            raise ServerLostError("it broke answers off")
+        return found
+
+    async def reconnect(self, wanted: Wanted) -> None:
+        """Look at a server again that was lost: it may be another one."""
+        async with asyncio.timeout(self.silence):
+            before, self.about = self.about, await self.dialect.about(self.call)
+        self.check(wanted)
+        if self.about.dtype != before.dtype:
+            raise UserError(f"engine.servers {self.url} now computes in {self.about.dtype}, not in {before.dtype}")
+
+    async def sync(self, published: Published, expected: Expected) -> None:
+        """Pause, load, probe, resume; a miss loads once more. A `StaleServerError` if that does not help."""
+        await self._alive(self.dialect.pause(self.call))
+        why = await self._load(published, expected)
+        if why is not None:
+            _log.warning("%s: version %d is loaded again: %s", self.url, published.version, why)
+            why = await self._load(published, expected)
+        if why is not None:
+            raise StaleServerError(why)
+        await self._alive(self.dialect.resume(self.call))
+        self.ready = True
+
+    async def _load(self, published: Published, expected: Expected) -> str | None:
+        """Load once; what is wrong then, None if nothing is."""
+        hashed = await self._sent(published)
+        said = await self._alive(self.dialect.score(self.call, expected.sequences))
+        before, trainer = self._said or (None, ())
+        if hashed is not None and hashed != published.hash:
+            return f"the hash of its weights is {hashed[:12]}, not {published.hash[:12]}: {expected.why(said, 0.0)}"
+        if before == said and difference(expected.now, trainer) > expected.noticeable:
+            return "it scores as it did before the load, to the last bit: the load was confirmed and not done"
+        gap = difference(said, expected.now)
+        band = expected.widest if self.gap is None else expected.band(self.gap)
+        if not gap <= band:
+            return (
+                f"its log-probs are {gap:.3g} from the trainer's on average, {band:.1g} are allowed: "
+                f"{expected.why(said, band)}"
+            )
+        self.gap = gap if self.gap is None else self.gap
+        self.last_gap = gap
+        if before != said:
+            self._said = (said, expected.now)
+        return None
+
+    async def _sent(self, published: Published) -> str | None:
+        """Have the weights loaded: from the directory or, where the server does not see it, by sending them."""
+        shared = published.shared and self._sees
+        try:
+            return await self._alive(self.dialect.load(self.call, replace(published, shared=shared)))
+        except ServerRefusedError:
+            if not (shared and self.dialect.uploads):
+                raise
+        self._sees = False
+        hashed = await self._alive(self.dialect.load(self.call, replace(published, shared=False)))
+        _log.info("%s does not see %s: the weights are sent to it", self.url, published.directory.parent)
+        return hashed
+
+    async def _alive(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for something that may take long, as long as the server shows signs of life."""
+        task = asyncio.ensure_future(work)
+        try:
+            while True:
+                done, _ = await asyncio.wait({task}, timeout=self.silence / _BEATS)
+                if done:
+                    return task.result()
+                await self._beat()
+        finally:
+            task.cancel()
+
+    async def _beat(self) -> None:
+        try:
+            await self.call("GET", "/health", seconds=self.silence)
+        except ServerRefusedError as error:
+            raise ServerLostError(str(error)) from error
+
+
+def refusal(error: ServerRefusedError) -> str:
+    """What a refusal means for the user."""
+    if error.status in (401, 403):
+        return f"{error}; give the server's key in the environment variable ROLECALL_SERVER_KEY"
+    return f"it answers {error.status}: {error}"

@@ -1,0 +1,43 @@
+"""Weights on their way to engines in other processes: written once as safetensors, read by all of them."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rolecall.policy.sharded import whole
+from rolecall.rollout.engine import weights_hash
+
+_PREFIX = "rolecall-"
+
+
+def write_weights(path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> str:
+    """Write weights in a dtype, aside and then renamed; their `weights_hash`. Those in parts are gathered: all ranks write."""
+    held = {name: whole(w.detach()).to("cpu", dtype).contiguous() for name, w in weights.items()}
+    aside = path.with_suffix(".tmp")
+    save_file(held, aside)
+    aside.replace(path)
+    return weights_hash(held, dtype)
+
+
+def own_directory(weights_bytes: int, *, inside: Path | None = None) -> Path:
+    """A new directory for weights: `inside` of another; else in shared memory if three copies fit; else where temporary
+    files go. What processes of this machine that were killed left there is removed."""
+    shared = Path("/dev/shm")
+    fits = shared.is_dir() and os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 3 * weights_bytes
+    place = inside or (shared if fits else Path(tempfile.gettempdir()))
+    if inside is None:  # what is shared may be of a process on another machine
+        _remove_left(place)
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place))
+
+
+def _remove_left(place: Path) -> None:
+    for left in place.glob(f"{_PREFIX}*-*"):
+        number = left.name.removeprefix(_PREFIX).partition("-")[0]
+        if number.isdigit() and Path("/proc/self").exists() and not Path(f"/proc/{number}").exists():
+            shutil.rmtree(left, ignore_errors=True)
