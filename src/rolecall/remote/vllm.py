@@ -10,6 +10,7 @@ import logging
 import re
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import exp, isfinite
 from typing import Any
 from uuid import uuid4
@@ -27,6 +28,8 @@ _LOWEST_TEMPERATURE = 0.01
 """vLLM draws at this one where a lower one is requested."""
 _MOST_TOKENS = 1000
 """Of which it gives the log-probs, at one position, as `rolecall serve --vllm` starts it."""
+_MOST_SAMPLES = 64
+"""Answers to one request. It takes no more than its --max-num-seqs, which is 128 or more unless it is set lower."""
 _NO_VERSION = -1
 """Of weights that were never given a version: those of a server that was just started."""
 _TAIL = 8
@@ -112,8 +115,9 @@ class VllmDialect(Dialect):
         return None
 
     async def generate(self, call: Call, requests: Sequence[Request], *, seconds: float | None) -> list[Completion]:
-        """Each by a request of its own."""
-        found = await asyncio.gather(*(self._answer(call, request, seconds) for request in requests))
+        """Each by a request of its own, or by several: answers have the seeds of their numbers either way."""
+        parts = [part for request in requests for part in _in_parts(request)]
+        found = await asyncio.gather(*(self._answer(call, part, seconds) for part in parts))
         return [completion for completions in found for completion in completions]
 
     async def _answer(self, call: Call, request: Request, seconds: float | None) -> list[Completion]:
@@ -184,6 +188,13 @@ def seed_of(request: Request) -> int:
     """
     parts = repr((request.seed, request.step, request.prompt, len(request.prompt_ids)))
     return (int.from_bytes(hashlib.sha256(parts.encode()).digest()[:8], "big") >> 2) + request.first_sample
+
+
+def _in_parts(request: Request) -> list[Request]:
+    starts = range(0, request.n, _MOST_SAMPLES)
+    return [
+        replace(request, n=min(_MOST_SAMPLES, request.n - i), first_sample=request.first_sample + i) for i in starts
+    ]
 
 
 def _body(request: Request, name: str) -> dict[str, Any]:
