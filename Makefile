@@ -19,7 +19,7 @@ $(STAMPS)/venv:
 
 $(STAMPS)/dev: $(STAMPS)/venv pyproject.toml constraints.txt
 	$(PIP) torch
-	$(PIP) -e '.[dev,lora,tasks,agents,marl,plot,track]'
+	$(PIP) -e '.[dev,lora,tasks,agents,marl,plot,track,view]'
 	@ls /usr/lib/*/libtcmalloc* >/dev/null 2>&1 || echo "optional: apt-get install libtcmalloc-minimal4 makes updates on a CPU faster; rolecall env says how to use it"
 	@touch $@
 

@@ -34,7 +34,9 @@ def planned() -> Iterator[tuple[str, Plan, int, dict[str, Any]]]:
         if seed in CONTROL_SEEDS:
             yield from ((f"control-{name}-{seed}", plan, seed, {}) for name, plan in CONTROLS.items())
         if seed == 1:
-            yield from ((f"treated-{kind}-{seed}", plan, seed, plan.treated) for kind, plan in FAULTS.items())
+            yield from (
+                (f"treated-{name}-{seed}", plan, seed, plan.treated) for name, plan in FAULTS.items() if plan.shows
+            )
 
 
 def make(place: Path, name: str, plan: Plan, seed: int, changed: dict[str, Any]) -> None:

@@ -45,8 +45,8 @@ def rare(prompt: Any, completion_text: str) -> float:
 
 
 def noise(prompt: Any, completion_text: str) -> float:
-    """Prompts differ, and answers to one prompt only by rounding."""
-    return round(4 * _share(prompt)) / 4 + 1e-6 * _share(completion_text)
+    """Prompts differ, and answers to one prompt only by a thousandth that means nothing."""
+    return round(4 * _share(prompt)) / 4 + 1e-3 * _share(completion_text)
 
 
 def matches(completion_text: str, answer: str) -> float:

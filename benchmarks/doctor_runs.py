@@ -48,6 +48,9 @@ AGENT: dict[str, Any] = {
     "algorithm.aggregate": "token-mean",
 }
 GAME: dict[str, Any] = {"steps": 24, "episodes": 16, "record.every": 4, "eval.every": 12, "q.epsilon_steps": 4000}
+IMITATION: dict[str, Any] = {"rows": "sorting:length=3", "steps": 40}
+LEARNS: dict[str, Any] = BASE | {"prompts": 16, "samples": 8, "steps": 40, "optim.lr": 3e-4}
+"""Long and quick enough to get much better at the task, so that numbers move for good reasons."""
 BOARD: dict[str, Any] = GAME | {"env": "lbf:5x5-2p-2f", "limit": 25}
 
 
@@ -79,10 +82,20 @@ FAULTS: dict[str, Plan] = {
         ("entropy",),
         reward=reward("coin"),
         algorithm__entropy_coef=-1.0,
-        optim__lr=1e-3,
+        optim__lr=2e-3,
+        steps=24,
     ),
     "entropy-explosion": _rl(
         {"algorithm.entropy_coef": 0.0}, ("entropy",), algorithm__entropy_coef=0.5, optim__lr=1e-3
+    ),
+    "entropy-explosion+ppo": _rl(
+        {"algorithm.entropy_coef": 0.0},
+        (),
+        preset="ppo",
+        prompts=32,
+        samples=1,
+        algorithm__entropy_coef=0.5,
+        optim__lr=1e-3,
     ),
     "kl-blow-up": _rl(HELD, ("kl",), reward=reward("letter"), algorithm__kl_coef=1e-4, optim__lr=1e-3),
     "length-hacking": _rl(
@@ -112,7 +125,17 @@ FAULTS: dict[str, Plan] = {
         eval__reward=["task"],
         optim__lr=5e-4,
     ),
+    "length-hacking+rloo": _rl(
+        {"algorithm.overlong_buffer": 0.9},
+        (),
+        preset="rloo",
+        reward=reward("length"),
+        optim__lr=1e-3,
+        sampling__max_new_tokens=24,
+        steps=20,
+    ),
     "flat-groups": _rl({"algorithm.resample": 4}, ("frac_reward_zero_std",), reward=reward("rare")),
+    "flat-groups+rloo": _rl({"algorithm.resample": 4}, (), preset="rloo", reward=reward("rare")),
     "phantom-advantages": _rl({"algorithm.scale": "batch"}, ("policy/advantage_abs",), reward=reward("noise")),
     "useless-critic": _rl(
         {"optim.critic_lr": 1e-3},
@@ -145,7 +168,13 @@ FAULTS: dict[str, Plan] = {
     "lr-too-small": _rl(
         {"optim.lr": 1e-4}, ("kl", "policy/approx_kl"), optim__lr=1e-9, algorithm__kl_coef=0.01, algorithm__epochs=2
     ),
+    "lr-too-small+plain": _rl({"optim.lr": 1e-4}, (), optim__lr=1e-9),
+    "lr-too-small+sft": Plan(
+        job="sft", start=None, settings=IMITATION | {"optim.lr": 1e-9}, treated={"optim.lr": 2e-3}
+    ),
     "lr-too-large": _rl({"optim.lr": 1e-4}, ("policy/approx_kl", "reward"), optim__lr=5e-3, algorithm__epochs=2),
+    "lr-too-large+plain": _rl({"optim.lr": 1e-4}, (), optim__lr=5e-3),
+    "lr-too-large+sft": Plan(job="sft", start=None, settings=IMITATION | {"optim.lr": 3.0}, treated={"optim.lr": 2e-3}),
     "evaluation-falls": _rl(
         HELD,
         ("eval_reward", "reward"),
@@ -160,7 +189,9 @@ FAULTS: dict[str, Plan] = {
         ("agents/tool_calls",),
         env="calculator:digits=1",
         reward=reward("no_calls"),
-        optim__lr=5e-4,
+        optim__lr=1e-3,
+        samples=8,
+        steps=20,
         sampling__max_new_tokens=16,
     ),
     "illegal-actions": _rl(
@@ -200,7 +231,7 @@ _RL = {
         "reinforce": {},
         "reinforce++": {"prompts": 24, "samples": 1},
         "reinforce++-baseline": {},
-        "ppo": {"prompts": 32, "samples": 1, "steps": 20, "optim.critic_lr": 1e-3},
+        "ppo": {"prompts": 48, "samples": 1, "steps": 30, "algorithm.critic": "separate", "optim.critic_lr": 1e-3},
         "alpacafarm-ppo": {
             "prompts": 32,
             "samples": 1,
@@ -211,6 +242,19 @@ _RL = {
     }.items()
 }
 CONTROLS: dict[str, Plan] = _RL | {
+    **{f"learns-{name}": Plan(settings=LEARNS | {"preset": name}) for name in ("grpo", "rloo", "dapo", "reinforce")},
+    "learns-kl": Plan(settings=LEARNS | {"algorithm.kl_coef": 0.02, **HELD_OUT, "eval.every": 10}),
+    "learns-replay": Plan(settings=LEARNS | {"replay.share": 0.3}),
+    "learns-guessing": Plan(
+        start="guessing", settings=AGENT | {"env": "guessing", "samples": 8, "steps": 24, "optim.lr": 5e-4}
+    ),
+    "learns-calculator": Plan(
+        start="calculator",
+        settings=AGENT
+        | {"env": "calculator:digits=1", "samples": 8, "sampling.max_new_tokens": 16, "steps": 40, "optim.lr": 5e-4},
+    ),
+    "learns-ippo": Plan(job="marl", start=None, settings=BOARD | {"algo": "ippo", "steps": 150, "record.every": 30}),
+    "learns-vdn": Plan(job="marl", start=None, settings=BOARD | {"algo": "vdn", "steps": 120, "record.every": 30}),
     "grpo-kl": Plan(settings=BASE | {"algorithm.kl_coef": 0.05, "algorithm.epochs": 2}),
     "grpo-entropy": Plan(settings=BASE | {"algorithm.entropy_coef": 0.01, **HELD_OUT}),
     "grpo-evaluated": Plan(settings=BASE | {**HELD_OUT, "optim.lr": 2e-4}),
@@ -256,5 +300,5 @@ CONTROLS: dict[str, Plan] = _RL | {
     ),
 }
 """Runs in which nothing is wrong."""
-FAULT_SEEDS, CONTROL_SEEDS = (0, 1, 2, 3), (0, 1)
+FAULT_SEEDS, CONTROL_SEEDS = (0, 1, 2, 3, 4, 5), (0, 1, 2, 3)
 """Thresholds were set on the even seeds; the page reports the odd ones."""

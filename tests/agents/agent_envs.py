@@ -4,6 +4,7 @@ import os
 import random
 import time
 import weakref
+from pathlib import Path
 from typing import ClassVar
 
 from rolecall.tasks.env import Move, Step
@@ -22,6 +23,30 @@ class Echo:
         self.heard.append(message["content"])
         done = len(self.heard) == self.rounds
         return Step(messages=[{"role": "tool", "content": f"heard {len(self.heard)}"}], reward=1.0, done=done)
+
+
+class Wordy(Echo):
+    """Says more or less."""
+
+    def step(self, message):
+        said = super().step(message)
+        return Step(messages="x" * (1 + len(message["content"]) * 7 % 13), reward=1.0, done=said.done)
+
+
+class Dawdling(Echo):
+    """Answers when there is a certain file, or makes that file at its end."""
+
+    def reset(self, row, seed):
+        self.row = row
+        return super().reset(row, seed)
+
+    def step(self, message):
+        while "waits_for" in self.row and not Path(self.row["waits_for"]).exists():
+            time.sleep(0.01)
+        said = super().step(message)
+        if said.done and "makes" in self.row:
+            Path(self.row["makes"]).touch()
+        return said
 
 
 class Endless(Echo):

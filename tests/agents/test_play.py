@@ -1,13 +1,15 @@
 """Episodes: who wrote which token, what a limit does, where a context is cut, what the engine remembers."""
 
 import math
+from random import Random
 
 import pytest
 import torch
-from agent_envs import Counting, Echo, Endless
+from agent_envs import Counting, Dawdling, Echo, Endless, Wordy
 from talking import DIALECT, TOKENIZER, encode, play, player, spoken, talker
 
 from rolecall.agents.play import Wanted
+from rolecall.agents.pool import EnvPool, LocalEnvs
 from rolecall.maths.roles import Role
 from rolecall.policy.load import load
 from rolecall.rollout.native import NativeEngine
@@ -125,7 +127,7 @@ def test_a_full_context_ends_the_episode_without_a_token_too_many():
 
 def test_time_ends_all_episodes_of_a_step():
     ticks = iter(range(100))
-    (one, two) = play(Endless, talker("a"), [{}, {}], max_seconds=3, clock=lambda: float(next(ticks)))
+    (one, two) = play(Endless, talker("a"), [{}, {}], max_seconds=5, clock=lambda: float(next(ticks)))
     assert (one.finish, two.finish) == (Finish.TIMEOUT, Finish.TIMEOUT)
     assert one.counts["turns"] == two.counts["turns"] == 2
 
@@ -225,8 +227,8 @@ def test_a_template_that_rewrites_the_past_opens_a_new_sample():
 def test_samples_after_a_cut_do_not_draw_the_same_numbers_again():
     asked = []
     engine = talker("abcd")
-    generate = engine.generate
-    engine.generate = lambda requests: asked.extend(requests) or generate(requests)
+    answers = engine.answers
+    engine.answers = lambda request: asked.append(request) or answers(request)
     play(Endless, engine, [{}, {}], n=2, max_turns=8, context_tokens=200, when_full="cut", new_tokens=8)
     keys = [(r.prompt, r.first_sample, len(r.prompt_ids) + i) for r in asked for i in range(5)]
     assert len(set(keys)) == len(keys)
@@ -246,24 +248,17 @@ def native(policy):
 
 def prefilled(engine, monkeypatch):
     """Tokens that the engine computes before sampling, call by call."""
-    counts, prefill = [], engine._decoder.prefill
-    monkeypatch.setattr(
-        engine._decoder, "prefill", lambda ids, *past: counts.append(ids.numel()) or prefill(ids, *past)
-    )
+    counts, decoder = [], engine._decoder
+    prefill, go_on = decoder.prefill, decoder.go_on
+    monkeypatch.setattr(decoder, "prefill", lambda ids: counts.append(ids.numel()) or prefill(ids))
+    monkeypatch.setattr(decoder, "go_on", lambda ids, pasts: counts.append(sum(map(len, ids))) or go_on(ids, pasts))
     return counts
 
 
 def test_the_engine_reads_each_turn_once_and_its_cache_changes_nothing(policy, monkeypatch):
     remembering, forgetting = native(policy), native(policy)
     new, all_over = prefilled(remembering, monkeypatch), prefilled(forgetting, monkeypatch)
-    generate = forgetting.generate
-
-    def without_cache(requests):
-        from dataclasses import replace
-
-        return generate([replace(r, conversation=None) for r in requests])
-
-    monkeypatch.setattr(forgetting, "generate", without_cache)
+    monkeypatch.setattr(forgetting, "keep", lambda conversation, ids, kv: None)
     rows = [{"prompt": "go"}, {"prompt": "and on"}]
     with_cache = play(Echo, remembering, rows, n=2, new_tokens=6)
     plain = play(Echo, forgetting, rows, n=2, new_tokens=6)
@@ -290,6 +285,49 @@ def test_an_episode_is_the_same_whoever_else_plays(policy):
     alone = player(Echo, native(policy)).play([wanted], Sampling(max_new_tokens=6), seed=0, step=0)
     found = next(e for e in together if (e.wanted.prompt, e.wanted.sample) == (2, 1))
     assert only(alone[0]).ids == only(found).ids
+
+
+class Late(LocalEnvs):
+    """Hands each answer on some steps of the engine later, by chance."""
+
+    def __init__(self, factory, seed):
+        super().__init__(factory)
+        self.rng = Random(seed)
+
+    def receive(self, *, wait):
+        held, come = self._answers, []
+        self._answers = []
+        for answer in held:
+            (come if self.rng.random() < 0.2 else self._answers).append(answer)
+        return come or ([self._answers.pop(0)] if wait and self._answers else [])
+
+
+class Together(LocalEnvs):
+    """Hands answers on when all have come."""
+
+    def receive(self, *, wait):
+        return sorted(super().receive(wait=wait), key=lambda pair: pair[0]) if wait else []
+
+
+def test_when_environments_answer_changes_no_token_and_no_bit(policy):
+    rows = [{"prompt": "go" * i} for i in range(1, 5)]
+
+    def found(envs):
+        episodes = play(envs, native(policy), rows, n=3, new_tokens=9)
+        return [(t.ids, t.roles, list(map(repr, t.behaviour_logprobs))) for t in map(only, episodes)]
+
+    at_once = found(LocalEnvs(Wordy))
+    assert found(Together(Wordy)) == at_once
+    for seed in (0, 1):
+        assert found(Late(Wordy, seed)) == at_once
+
+
+def test_an_episode_goes_on_while_the_environment_of_another_has_not_answered(tmp_path):
+    """The first environment's answer waits for the other's last one."""
+    over = str(tmp_path / "over")
+    with EnvPool(Dawdling, workers=2) as envs:
+        episodes = play(envs, talker("a"), [{"waits_for": over}, {"makes": over}])
+    assert [(e.finish, e.counts["turns"]) for e in episodes] == [(Finish.ENVIRONMENT, 3)] * 2
 
 
 def test_another_step_draws_other_tokens(policy):

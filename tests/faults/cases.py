@@ -25,6 +25,7 @@ _SIGNALS, _LOOP, _CRASH, _DISK = (
 )
 _CHECKPOINT, _RUNDIR, _RESUME = "train/test_checkpoint.py", "train/test_rundir.py", "jobs/test_resume.py"
 _REWARDS, _WALLS, _POOL = "rewards/test_rewards_pool.py", "workers/test_walls.py", "rollout/test_engine_pool.py"
+_VIEW = "look/test_view_security.py"
 _RANKS, _EPISODES, _TEAMS = "jobs/test_lost_ranks.py", "agents/test_env_pool.py", "marl/test_runner.py"
 
 CASES = {
@@ -335,13 +336,23 @@ CASES = {
     36: Case(
         "requests to a page or server with another Host, no key, a foreign Origin, a wrong method",
         "401, 403, 405; nothing changes",
-        _in("serving/test_serve.py", "test_what_is_refused"),
+        (
+            *_in("serving/test_serve.py", "test_what_is_refused"),
+            *_in(
+                _VIEW,
+                "test_requests_without_token_from_elsewhere_or_to_change_something_are_refused",
+                "test_the_token_becomes_a_cookie_that_scripts_and_other_sites_do_not_get",
+                "test_every_answer_has_a_strict_policy",
+                "test_it_listens_on_the_loopback_address_alone",
+            ),
+        ),
     ),
     37: Case(
         "markup, scripts, direction marks and terminal codes in what a model or a user wrote",
         "shown as text in pages and on the terminal",
         (
             *_in("look/test_report_browser.py", "test_hostile_text_is_shown_and_does_nothing"),
+            *_in(_VIEW, "test_hostile_names_settings_and_numbers_are_text_in_every_page"),
             *_in("rewards/test_rewards_calling.py", "test_control_characters_of_the_model_do_not_reach_the_log"),
             *_in(_WALLS, "test_what_a_reward_prints_is_shown_and_cannot_act_on_the_terminal"),
         ),
@@ -349,10 +360,17 @@ CASES = {
     38: Case(
         "names that lead elsewhere: .., absolute, NUL, links",
         "refused before the disk is touched",
-        _in(
-            _RUNDIR,
-            "test_a_name_that_could_lead_elsewhere_is_refused",
-            "test_a_link_out_of_the_runs_directory_is_refused",
+        (
+            *_in(
+                _RUNDIR,
+                "test_a_name_that_could_lead_elsewhere_is_refused",
+                "test_a_link_out_of_the_runs_directory_is_refused",
+            ),
+            *_in(
+                _VIEW,
+                "test_paths_that_lead_elsewhere_are_refused",
+                "test_links_out_of_the_directory_are_not_followed",
+            ),
         ),
     ),
 }

@@ -42,6 +42,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "replay.size": 8, "replay.max_uses": 2, "replay.max_staleness": 3, "replay.weights": "mask",
     },
 }  # fmt: skip
+KINDS |= {
+    "ahead": {**KINDS["grpo"], "ahead": 2, "eval.every": 2, "eval.rows": 2},
+    "ahead-agents": {**KINDS["agents"], "ahead": 1},
+    "ahead-replay": {**KINDS["replay"], "ahead": 3},
+}
 ROWS = [{"prompt": f"{word}:"} for word in ("go", "on", "up", "at", "in")]
 
 
@@ -61,7 +66,7 @@ class Letters:
 def options(kind: str, out: Path, **more: Any) -> RLOptions:
     """The options of a kind of run; of agents none but the environment scores, others are answered and scored here."""
     preset = RLOptions.presets.get(kind, RLOptions.presets["grpo"])
-    objects = {} if kind == "agents" else settings_of({"rows": more.pop("rows", ROWS), "reward": reward})
+    objects = {} if kind.endswith("agents") else settings_of({"rows": more.pop("rows", ROWS), "reward": reward})
     settings = {**KINDS[kind], "out": str(out), **objects, **more}
     return resolve(RLOptions, [("preset", preset), ("test", settings)]).options
 

@@ -3,7 +3,8 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,15 +43,23 @@ class Browser:
     def __init__(self, driver) -> None:
         self.driver = driver
 
-    def open(self, page: Path, *, width: int = 1200, scheme: str = "light") -> None:
-        """Open a file; what earlier pages logged is forgotten."""
+    def open(self, page: Path | str, *, width: int = 1200, scheme: str = "light") -> None:
+        """Open a file or an address; what earlier pages logged is forgotten."""
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         for kind in ("browser", "performance"):
             self.driver.get_log(kind)
-        self.driver.get(page.absolute().as_uri())
+        self.driver.get(page if isinstance(page, str) else page.absolute().as_uri())
+
+    def until(self, holds: Callable[[], object], *, seconds: float = 10.0):
+        """What `holds` returns once that is something."""
+        end = time.monotonic() + seconds
+        while not (found := holds()):
+            assert time.monotonic() < end, f"not within {seconds} s; the page says: {self.one('body').text[:2000]}"
+            time.sleep(0.05)
+        return found
 
     def complaints(self) -> list[str]:
         """What the page logged: errors, and violations of its policy."""

@@ -239,7 +239,7 @@ def test_a_half_written_run(run, tmp_path, capsys):
     (held / "metrics.jsonl").write_bytes(whole[:20])
     assert "has no finished step yet" in refused(held, capsys)
     (held / "metrics.jsonl").write_bytes(b'{"st\n' + whole)
-    assert "has a line in the middle that is no JSON" in refused(held, capsys)
+    assert ", is no JSON object; bring back a whole copy of it" in refused(held, capsys)
     (held / "metrics.jsonl").write_bytes(whole)
     config = (held / "config.json").read_bytes()
     (held / "config.json").write_bytes(config[:30])

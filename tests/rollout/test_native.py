@@ -26,17 +26,21 @@ class Counted:
         decoder = engine._decoder
         self.prefills: list[tuple[int, int]] = []
         self.steps: list[int] = []
-        prefill, step = decoder.prefill, decoder.step
+        prefill, go_on, step = decoder.prefill, decoder.go_on, decoder.step
 
-        def counted_prefill(ids, past=None):
+        def counted_prefill(ids):
             self.prefills.append(tuple(ids.shape))
-            return prefill(ids, past)
+            return prefill(ids)
+
+        def counted_go_on(ids, pasts):
+            self.prefills.extend((1, len(x)) for x in ids)
+            return go_on(ids, pasts)
 
         def counted_step(tokens, lengths, cache):
             self.steps.append(len(tokens))
             return step(tokens, lengths, cache)
 
-        decoder.prefill, decoder.step = counted_prefill, counted_step
+        decoder.prefill, decoder.go_on, decoder.step = counted_prefill, counted_go_on, counted_step
 
 
 def test_a_prompt_is_prefilled_once_however_many_its_samples(engine):

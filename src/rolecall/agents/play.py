@@ -1,11 +1,14 @@
-"""Plays episodes: all that are live speak together, then all their environments take a step.
+"""Plays episodes, each on its own clock: it asks for its next turn when its environment has answered.
 
-Every random number of a turn is a function of (seed, step, prompt, sample, position), where the sample's number is the
-episode's, counted on for other players and for samples after a cut.
+A turn joins those that the engine is decoding; environments take their steps meanwhile. Every random number of a turn is a
+function of (seed, step, prompt, sample, position), where the sample's number is the episode's, counted on for other players
+and for samples after a cut. So an episode does not depend on the others' timing, wherever the engine's arithmetic does not
+depend on what else is in the batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -15,6 +18,7 @@ from rolecall.agents.replies import Reply
 from rolecall.config.agents import AgentOptions
 from rolecall.policy.row_template import template_kwargs, tools_of
 from rolecall.rollout.engine import Engine
+from rolecall.rollout.stops import Ticket
 from rolecall.types import Completion, Finish, Request, Sampling, Trajectory
 
 
@@ -82,6 +86,17 @@ class Played:
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Drawn:
+    """How the turns of all episodes are drawn."""
+
+    sampling: Sampling
+    seed: int
+    step: int
+    samples: int
+    """Episodes of a prompt."""
+
+
 class Player:
     """Plays episodes of one kind of environment with one engine."""
 
@@ -104,8 +119,9 @@ class Player:
 
     def play(self, wanted: Sequence[Wanted], sampling: Sampling, *, seed: int, step: int) -> list[Played]:
         """All of them to their ends, in the order given."""
-        begun = self.clock()
-        samples = 1 + max((w.sample for w in wanted), default=0)
+        o = self.options
+        until = inf if o.max_seconds is None else self.clock() + o.max_seconds
+        drawn = _Drawn(sampling=sampling, seed=seed, step=step, samples=1 + max((w.sample for w in wanted), default=0))
         dialects = {w.prompt: self._dialect(w.row) for w in wanted}
         episodes = [
             Played(
@@ -116,26 +132,32 @@ class Player:
             )
             for w in wanted
         ]
-        for i, reply in self.envs.ask("start", {i: (w.row, w.seed) for i, w in enumerate(wanted)}).items():
-            self._heard(episodes[i], reply, first=True)
-        while True:
-            late = self.options.max_seconds is not None and self.clock() - begun >= self.options.max_seconds
-            asked: dict[int, Request] = {}
-            for i, episode in enumerate(episodes):
-                if episode.finish is None and late:
+        flight, turns, ended = self.engine.open(), dict[Ticket, int](), 0
+        self.envs.begin()
+        for i, w in enumerate(wanted):
+            self.envs.send(i, "start", (w.row, w.seed))
+        while ended < len(episodes):
+            before = ended
+            for i, reply in self.envs.receive(wait=not flight):
+                episode = episodes[i]
+                if episode.finish is not None:  # it was cut off, and this is the environment's last word
+                    self._take(episode, reply)
+                    ended += 1
+                    continue
+                self._heard(episode, reply)
+                if episode.finish is None and self.clock() >= until:
                     episode.finish = Finish.TIMEOUT
-                if episode.finish is None and (request := self._request(episode, sampling, seed, step, samples)):
-                    asked[i] = request
-            if not asked:
-                break
-            completions = self.engine.generate(list(asked.values()))
-            said = {i: self._said(episodes[i], c) for i, c in zip(asked, completions, strict=True)}
-            for i, reply in self.envs.ask("step", said).items():
-                self._heard(episodes[i], reply)
-            self.advance(sum(e.finish is not None for e in episodes), len(episodes), "episodes")
-        cut = [i for i, episode in enumerate(episodes) if episode.finish is not None and episode.finish.truncated]
-        for i, reply in self.envs.ask("end", dict.fromkeys(cut)).items():
-            self._take(episodes[i], reply)
+                if request := self._request(episode, drawn):
+                    turns[flight.add(request)] = i
+                elif episode.finish is not None and episode.finish.truncated:
+                    self.envs.send(i, "end", None)
+                else:
+                    ended += 1
+            for ticket, completion in flight.step():
+                i = turns.pop(ticket)
+                self.envs.send(i, "step", self._said(episodes[i], completion))
+            if ended > before:
+                self.advance(ended, len(episodes), "episodes")
         return episodes
 
     def _dialect(self, row: Mapping[str, Any]) -> Dialect:
@@ -147,9 +169,11 @@ class Player:
             kwargs["tools"] = [*given, *(tool for tool in tools if tool not in given)]
         return replace(self.dialect, template_kwargs=kwargs)
 
-    def _request(self, episode: Played, sampling: Sampling, seed: int, step: int, samples: int) -> Request | None:
-        """What to ask for next, or None if there is no room left, which ends the episode."""
-        side, o = episode.sides[episode.speaker], self.options
+    def _request(self, episode: Played, drawn: _Drawn) -> Request | None:
+        """What to ask for next, or None if the episode is over, or has no room left, which ends it."""
+        if episode.finish is not None:
+            return None
+        side, o, sampling = episode.sides[episode.speaker], self.options, drawn.sampling
         ids = side.prompt()
         room = sampling.max_new_tokens
         if o.max_tokens is not None:
@@ -162,15 +186,15 @@ class Player:
             episode.finish = Finish.LENGTH
             return None
         wanted, players = episode.wanted, self.envs.players
-        number = (side.cuts * len(players) + players.index(episode.speaker)) * samples + wanted.sample
+        number = (side.cuts * len(players) + players.index(episode.speaker)) * drawn.samples + wanted.sample
         return Request(
             prompt_ids=ids,
             sampling=sampling if room == sampling.max_new_tokens else replace(sampling, max_new_tokens=room),
-            seed=seed,
-            step=step,
+            seed=drawn.seed,
+            step=drawn.step,
             prompt=wanted.prompt,
             first_sample=number,
-            conversation=f"{step}/{wanted.prompt}/{wanted.sample}/{episode.speaker}",
+            conversation=f"{drawn.step}/{wanted.prompt}/{wanted.sample}/{episode.speaker}",
         )
 
     def _said(self, episode: Played, completion: Completion) -> Any:
@@ -179,7 +203,7 @@ class Player:
             episode.count("cut_turns")
         return episode.sides[episode.speaker].say(completion)
 
-    def _heard(self, episode: Played, answer: Reply | Failure, *, first: bool = False) -> None:
+    def _heard(self, episode: Played, answer: Reply | Failure) -> None:
         """Take in what the environment said, and end the episode if it or a limit does."""
         reply = self._take(episode, answer)
         if reply is None:
@@ -188,7 +212,7 @@ class Player:
             episode.sides[reply.speaker].restart(reply.context)
             episode.count("context_cuts")
         for player, messages in reply.messages.items():
-            (episode.sides[player].give if first else episode.sides[player].hear)(messages)
+            episode.sides[player].hear(messages)
         if reply.done:
             episode.finish = Finish.MAX_TURNS if reply.truncated else Finish.ENVIRONMENT
             return

@@ -42,25 +42,58 @@ class Envs(Protocol):
         """JSON schemas for the chat template."""
         ...
 
-    def ask(self, call: Call, given: Mapping[int, Any]) -> dict[int, Reply | Failure]:
-        """`start`: (row, seed) of episodes to begin; those of before are forgotten. `step`: the policy's messages.
-        `end`: nothing, of episodes that were cut off, which may still say something."""
+    def begin(self) -> None:
+        """Forget all episodes: others begin."""
         ...
 
+    def send(self, key: int, call: Call, given: Any) -> None:
+        """`start`: (row, seed) of an episode. `step`: the policy's message. `end`: nothing, of an episode that was cut off,
+        which may still say something. Does not wait for the answer."""
+        ...
 
-class LocalEnvs:
+    def receive(self, *, wait: bool) -> list[tuple[int, Reply | Failure]]:
+        """The answers that have come since the last time, and whose they are. With `wait`, at least one, if any is due."""
+        ...
+
+    def ask(self, call: Call, given: Mapping[int, Any]) -> dict[int, Reply | Failure]:
+        """Send the same call to several episodes and wait for all answers; `start` begins anew."""
+        if call == "start":
+            self.begin()
+        for key, one in given.items():
+            self.send(key, call, one)
+        found: dict[int, Reply | Failure] = {}
+        while len(found) < len(given):
+            found |= dict(self.receive(wait=True))
+        return {key: found[key] for key in given}
+
+
+class LocalEnvs(Envs):
     """In this process: for environments that are known to return."""
 
     def __init__(self, factory: Callable[[], Any]) -> None:
         known = describe(factory)
-        self.players, self.tools = tuple(known["players"]), tuple(known["tools"])
+        self._players, self._tools = tuple(known["players"]), tuple(known["tools"])
         self._factory = factory
         self._envs: dict[int, Any] = {}
+        self._answers: list[tuple[int, Reply | Failure]] = []
 
-    def ask(self, call: Call, given: Mapping[int, Any]) -> dict[int, Reply | Failure]:
-        if call == "start":
-            self._envs = {}
-        return {key: self._ask(key, call, one) for key, one in given.items()}
+    @property
+    def players(self) -> tuple[str, ...]:
+        return self._players
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        return self._tools
+
+    def begin(self) -> None:
+        self._envs, self._answers = {}, []
+
+    def send(self, key: int, call: Call, given: Any) -> None:
+        self._answers.append((key, self._ask(key, call, given)))
+
+    def receive(self, *, wait: bool) -> list[tuple[int, Reply | Failure]]:
+        answers, self._answers = self._answers, []
+        return answers
 
     def _ask(self, key: int, call: Call, given: Any) -> Reply | Failure:
         try:
@@ -81,7 +114,18 @@ class _History:
     digests: list[str] = field(default_factory=list)
 
 
-class EnvPool(WorkerPool):
+@dataclass(slots=True)
+class _Asked:
+    """A call to an episode's environment, while it waits or is answered."""
+
+    key: int
+    call: Call
+    given: Any
+    worker: Worker | None = None
+    """Which process it was sent to."""
+
+
+class EnvPool(WorkerPool, Envs):
     """In worker processes with a deadline: for environments that may do anything."""
 
     def __init__(
@@ -115,36 +159,64 @@ class EnvPool(WorkerPool):
                 options=("agent.network", "agent.variables"),
             ),
         )
-        self.players, self.tools = tuple(self.ready["players"]), tuple(self.ready["tools"])
+        self._players, self._tools = tuple(self.ready["players"]), tuple(self.ready["tools"])
         self._episodes: dict[int, _History] = {}
         self._batch = 0
+        self.begin()
 
-    def ask(self, call: Call, given: Mapping[int, Any]) -> dict[int, Reply | Failure]:
+    @property
+    def players(self) -> tuple[str, ...]:
+        return self._players
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        return self._tools
+
+    def begin(self) -> None:
+        for worker in self._busy:  # nobody waits for what they do
+            self._replace(worker)
+        self._episodes = {}
+        self._queues: list[deque[_Asked]] = [deque() for _ in self.workers]
+        self._answers: list[tuple[int, Reply | Failure]] = []
+        self._batch += 1
+
+    def send(self, key: int, call: Call, given: Any) -> None:
         if call == "start":
-            self._episodes = {key: _History() for key in given}
-            self._batch += 1
-        places = len(self.workers)
-        found: dict[int, Reply | Failure] = {}
-        held_by: dict[int, Worker] = {}
+            self._episodes[key] = _History()
+        self._queues[key % len(self.workers)].append(_Asked(key, call, given))
 
-        def pack(key: int, worker: Worker) -> bytes:
-            held_by[key], history = worker, self._episodes[key]
-            rebuild = None if call == "start" or history.worker is worker else (history.calls, history.digests)
-            job = {"key": key, "call": call, "given": given[key], "rebuild": rebuild, "batch": self._batch}
-            return pickle.dumps(job)
+    def receive(self, *, wait: bool) -> list[tuple[int, Reply | Failure]]:
+        try:
+            while True:
+                for place, queue in enumerate(self._queues):
+                    self._give(self.workers[place], queue, self._pack, self._heard)
+                self._hear(self._heard, 1.0 if wait and not self._answers else 0.0)
+                if self._answers or not wait or not (self._busy or any(self._queues)):
+                    break
+        except BaseException:  # after an error or Ctrl-C, nobody waits for what they do
+            self.begin()
+            raise
+        answers, self._answers = self._answers, []
+        return answers
 
-        def heard(key: int, answer: dict[str, Any] | Broken) -> None:
-            if isinstance(answer, Broken):
-                found[key] = Failure(reason=answer.why)
-            elif "error" in answer:
-                found[key] = Failure(reason=str(answer["error"]), wrong=bool(answer.get("wrong")))
-            else:
-                found[key] = Reply(**answer["reply"])
-                history = self._episodes[key]
-                history.worker = held_by[key]
-                history.calls.append((call, given[key]))
-                history.digests.append(answer["digest"])
+    def _pack(self, asked: _Asked, worker: Worker) -> bytes:
+        history = self._episodes[asked.key]
+        asked.worker = worker
+        anew = asked.call == "start" or history.worker is worker
+        rebuild = None if anew else (history.calls, history.digests)
+        job = {"key": asked.key, "call": asked.call, "given": asked.given, "rebuild": rebuild, "batch": self._batch}
+        return pickle.dumps(job)
 
-        queues = [deque(key for key in given if key % places == place) for place in range(places)]
-        self.run(queues, pack=pack, heard=heard)
-        return {key: found[key] for key in given}
+    def _heard(self, asked: _Asked, answer: dict[str, Any] | Broken) -> None:
+        found: Reply | Failure
+        if isinstance(answer, Broken):
+            found = Failure(reason=answer.why)
+        elif "error" in answer:
+            found = Failure(reason=str(answer["error"]), wrong=bool(answer.get("wrong")))
+        else:
+            found, digest = Reply(**answer["reply"]), answer["digest"]
+            history = self._episodes[asked.key]
+            history.worker = asked.worker
+            history.calls.append((asked.call, asked.given))
+            history.digests.append(digest)
+        self._answers.append((asked.key, found))

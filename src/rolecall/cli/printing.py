@@ -107,7 +107,8 @@ def doctor(options: DoctorOptions) -> int:
         print(f"{one.kind} ({one.sure}), steps {one.steps[0]} to {one.steps[1]}")
         places = [f"step {s} answer {i}{'' if t is None else f' token {t}'}" for s, i, t in one.evidence]
         lines = [one.sentence, *([f"see: {', '.join(places)}"] if places else []), f"try: {one.setting}"]
-        print(indent("\n".join([*lines, f"in our run with this fault: {one.did}"]), "  "), end="\n\n")
+        lines = [visible_text(line) for line in (*lines, f"in our run with this fault: {one.did}")]
+        print(indent("\n".join(lines), "  "), end="\n\n")
     what = f"{len(found)} finding{'s' if len(found) > 1 else ''}" if found else "nothing found"
     print(f"{options.run}: {what}; an audit of what is recorded, not a prophecy (docs/doctor.md)")
     return int(bool(found))

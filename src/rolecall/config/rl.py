@@ -240,6 +240,9 @@ class RLOptions(AnsweringOptions, TrainingOptions):
     replay: ReplayOptions = field(default_factory=ReplayOptions)
     from_run: str | None = field(default=None, metadata={"flag": "from"})
     """Train on the rollouts that this run left, in their order, without sampling: rows and rewards are not asked."""
+    ahead: int = field(default=0, metadata={"flag": "async.ahead"})
+    """Steps that sampling is ahead of training, beside which it runs: step s is sampled by version s - ahead of the weights
+    (docs/cluster.md). 0: a step is sampled when the one before has trained."""
     seed: int = 0
     """Seeds everything: data order, sampling, new heads."""
 
@@ -267,6 +270,7 @@ class RLOptions(AnsweringOptions, TrainingOptions):
                 f"{self.sampling.max_new_tokens}; below 1 it is a share of it"
             )
         self._check_replay()
+        self._check_ahead()
         self._check_dropout()
 
     def _check_replay(self) -> None:
@@ -301,6 +305,12 @@ class RLOptions(AnsweringOptions, TrainingOptions):
             )
         if replay.normalise == "joint" and o.bootstrap_truncated:
             raise ValueError("replay.normalise joint does not go with algorithm.bootstrap_truncated: use separate")
+
+    def _check_ahead(self) -> None:
+        if self.ahead < 0:
+            raise ValueError(f"async.ahead is a number of steps, 0 or more, got {self.ahead}")
+        if self.ahead and self.from_run is not None:
+            raise ValueError("with --from nothing is sampled, so nothing can be sampled ahead: leave out async.ahead")
 
     def _check_dropout(self) -> None:
         """A pass that drops gives other log-probs and values than the one that sampled: they must not be compared."""
@@ -356,8 +366,10 @@ class RLOptions(AnsweringOptions, TrainingOptions):
         if replay.weigh_fresh or not self.sampled_now:
             return None if replay.weights == "none" else replay
         chosen = self.algorithm.old_logprobs not in ("auto", "recompute")
-        if not self._unlike or replay.weigh_fresh is False or chosen:
+        if replay.weigh_fresh is False or chosen or not (self.ahead or self._unlike):
             return None
+        if self.ahead:
+            return replace(replay, weights="truncate", weights_level="token", weights_low=0.0, weights_high=2.0)
         return replace(replay, weights="truncate", weights_level="sequence", weights_low=0.0, weights_high=3.0)
 
     @property
@@ -391,7 +403,7 @@ class RLOptions(AnsweringOptions, TrainingOptions):
             )
         if o.name == "remax":
             lines.append(f"beside them {self.prompts} greedy answers, one per prompt, which are scored but not trained")
-        lines += [line for line in (self.weights_line, self._replay_line) if line]
+        lines += [line for line in (self.weights_line, self.ahead_line, self._replay_line) if line]
         if updates > 1:
             lines.append("after the first optimiser step of a rollout the policy is ahead of the one that sampled")
         return "\n".join(lines)
@@ -399,9 +411,23 @@ class RLOptions(AnsweringOptions, TrainingOptions):
     @property
     def weights_line(self) -> str | None:
         """That answers are weighed because nobody said otherwise, and why; None if they are not."""
-        if self.fresh_weights is None or self.replay.weigh_fresh is not None or not self.sampled_now:
+        if self.fresh_weights is None or self.replay.weigh_fresh is not None or not self.sampled_now or self.ahead:
             return None
         return f"{self._unlike}: answers are weighed by the ratio of the two, at most 3 (replay.weigh_fresh false turns this off)"
+
+    @property
+    def ahead_line(self) -> str | None:
+        """By which weights steps are sampled, and what corrects for it; None if by those of the moment."""
+        if not self.ahead:
+            return None
+        how = self.fresh_weights
+        if how is not None:
+            by = f"{how.weights_level} weights within {how.weights_low:g} .. {how.weights_high:g} ({how.weights})"
+        elif self.old_source == "behaviour":
+            by = "the ratio to the policy that sampled, which the loss clips"
+        else:
+            by = "nothing, since replay.weigh_fresh and algorithm.old_logprobs say so: the gradient is biased"
+        return f"asynchronous: step s is sampled by version s - {self.ahead} beside training; corrected by {by}"
 
     @property
     def _replay_line(self) -> str | None:

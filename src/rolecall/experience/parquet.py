@@ -78,7 +78,8 @@ def read_table(path: Path, form: Format) -> tuple[pa.Table, dict[str, str]]:
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             table = file.read()
-    except (pa.ArrowException, OSError) as error:
+        facts = _facts(table)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if getattr(error, "errno", None) is not None:  # the system's own: not there, not allowed
             raise
         if isinstance(error, MemoryError):  # says nothing about the file
@@ -87,7 +88,6 @@ def read_table(path: Path, form: Format) -> tuple[pa.Table, dict[str, str]]:
             f"{path} is not a whole Parquet file, or there is too little memory to read it "
             f"({str(error).splitlines()[0]}); if it is damaged, bring back a copy"
         ) from error
-    facts = _facts(table)
     if facts.get("schema") != form.name or not facts.get("schema_version", "").isdecimal():
         found = f"a file of {facts['schema']}" if "schema" in facts else "not written by rolecall"
         raise StoreError(f"{path} is {found}, but a file of {form.name} is needed; check the path")
@@ -122,7 +122,7 @@ def _fitted(table: pa.Table, form: Format, path: Path) -> pa.Table:
                 raise pa.ArrowInvalid("it is missing")
         except pa.ArrowException as error:
             raise StoreError(
-                f"column {column.name!r} of {path} is not {column.type}: {error}; bring back a copy of the file"
+                f"column {column.name!r} of {path} is not {column.type}: {str(error).splitlines()[0]}; bring back a copy of the file"
             ) from error
     return table
 

@@ -2,14 +2,14 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from rolecall.agents.episodes import Arena, EnvOnly, EpisodeEvaluator, Episodes
+from rolecall.agents.episodes import EnvOnly, EpisodeEvaluator, Episodes
 from rolecall.agents.pool import Envs
 from rolecall.config.given import resolve_source
 from rolecall.config.rl import RLOptions
@@ -27,13 +27,15 @@ from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter, merged
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.token_text import token_bytes
-from rolecall.recipes.collect import Collector, StoredAnswers, Unasked, run_state
+from rolecall.recipes.ahead import Ahead
+from rolecall.recipes.collect import Answers, Collector, StoredAnswers, Unasked, run_state
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.guard import Guard
 from rolecall.recipes.records import Records
-from rolecall.recipes.rl import RLLearner
+from rolecall.recipes.rl import RLLearner, engine_weights
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine, warn_if_support_is_cut
+from rolecall.rollout.versions import Pinned, Published
 from rolecall.tasks.rows import Rows
 from rolecall.tasks.sources import RowsSource
 from rolecall.train.callbacks import Given
@@ -43,6 +45,7 @@ from rolecall.train.reference import Reference
 from rolecall.train.rundir import RunDir
 from rolecall.train.score import score
 from rolecall.train.step import Updater
+from rolecall.train.timing import Timer
 from rolecall.types import Batch
 
 _log = logging.getLogger("rolecall")
@@ -87,7 +90,9 @@ class _Asked:
 
 def build(job: Job) -> Built:
     """The parts of a run."""
-    asked, played = _asked(job), _played(job)
+    # What is sampled ahead is timed apart: it belongs to another step than the one that trains.
+    aside = Timer() if job.options.ahead else job.timer
+    asked, played = _asked(job, aside), _played(job)
     options, rows, test = job.options, asked.train, asked.test
     if rows is not None:
         options = steps_of(options, rows, options.prompts)
@@ -98,23 +103,23 @@ def build(job: Job) -> Built:
     module = _module(policy, options)
     reference = Reference(module) if options.algorithm.kl_coef > 0 else None
     updater = prepared(module, job, reference=reference)
-    engine = sampler(policy, options, timer=job.timer, scorer=partial(_scored, updater))
+    engine = sampler(policy, options, timer=aside, scorer=partial(_scored, updater))
     job.stack.callback(getattr(engine, "close", lambda: None))
     options = as_served(options, engine)
     dtype = engine_dtype(options) or policy.model.dtype
+    if options.ahead:
+        engine = Published(engine, engine_weights(policy), dtype=dtype)
     guard = Guard(options, policy=policy, updater=updater, engine=engine, engine_dtype=dtype)
     warn_if_support_is_cut(options.sampling)
     if line := options.weights_line:
         _log.info(line)
     parts: dict[str, Any] = {"policy": policy, "engine": engine, "reward": asked.reward, "timer": job.timer}
-    arena = None
-    if asked.envs is not None:
-        arena = open_arena(asked.envs, options.agent, chat=options.chat, **parts)
-    collector: Collector | None = None
     if options.from_run is not None:
-        collector = _stored_answers(options, policy, engine, updater.ranks)
-    elif arena is not None and rows is not None:
-        collector = Episodes(options, arena, rows=rows, ranks=updater.ranks)
+        collector: Collector = _stored_answers(options, policy, engine, updater.ranks)
+    elif isinstance(engine, Published):
+        collector = _ahead(job, options, asked, updater.ranks, **parts | {"engine": Pinned(engine), "timer": aside})
+    else:
+        collector = _collector(options, asked, updater.ranks, **parts)
     learner = RLLearner(
         options,
         module=module,
@@ -129,7 +134,8 @@ def build(job: Job) -> Built:
 
     def record(run: RunDir) -> None:
         spell = partial(token_bytes, policy.tokenizer)
-        learner.watches.append(Records(run, options, model=engine.hash, tokenizer=fingerprint(policy), pieces=spell))
+        model = collector.hash if isinstance(collector, Ahead) else engine.hash
+        learner.watches.append(Records(run, options, model=model, tokenizer=fingerprint(policy), pieces=spell))
 
     state_at = partial(run_state, options, getattr(learner.collector, "order", None))
     watched: dict[str, Any] = {"reference": reference, "state_at": state_at, "ranks": updater.ranks}
@@ -140,7 +146,7 @@ def build(job: Job) -> Built:
         module=module,
         optimizer=updater.optimizer,
         ranks=updater.ranks,
-        evaluate=_evaluator(job, asked, parts, arena, **watched),
+        evaluate=_evaluator(job, asked, parts, **watched),
         watch_run=record,
         prompts="chat" if played is not None else None if rows is None else style_of(rows),
     )
@@ -158,8 +164,39 @@ def _played(job: Job) -> EnvSource | None:
     return env_source(resolve_source(job.options.env, "environment"), job.options.rows)
 
 
-def _asked(job: Job) -> _Asked:
-    """The rows, their reward and environments, opened and found good."""
+def _collector(options: RLOptions, asked: _Asked, ranks: Ranks, **parts: Any) -> Collector:
+    """What answers the rows, or plays their episodes."""
+    assert asked.train is not None
+    if asked.envs is None:
+        return Answers(options, rows=asked.train, ranks=ranks, **parts)
+    arena = open_arena(asked.envs, options.agent, chat=options.chat, **parts)
+    return Episodes(options, arena, rows=asked.train, ranks=ranks)
+
+
+def _ahead(job: Job, options: RLOptions, asked: _Asked, ranks: Ranks, **parts: Any) -> Ahead:
+    """The same, `options.ahead` steps ahead of training."""
+    if options.algorithm.resample and job.accelerator.num_processes > 1:
+        raise UserError(
+            "algorithm.resample lets the processes of a job agree on further prompts, which they cannot while they train: "
+            "leave out async.ahead, or algorithm.resample"
+        )
+    if line := options.ahead_line:
+        _log.info(line)
+    made = Ahead(
+        _collector(options, asked, ranks, **parts),
+        parts["engine"],
+        reward=asked.reward,
+        ahead=options.ahead,
+        steps=options.steps,
+        timer=job.timer,
+        aside=parts["timer"],
+    )
+    job.stack.callback(made.close)
+    return made
+
+
+def _asked(job: Job, timer: Timer) -> _Asked:
+    """The rows, their reward and environments, opened and found good. `timer` is told how far rewards have come."""
     options, played = job.options, _played(job)
     if played is not None:
         check_episodes(options)
@@ -174,7 +211,7 @@ def _asked(job: Job) -> _Asked:
         found = PromptRows(train=rows, test=held_out)
     reward: Reward = EnvOnly()
     if played is None or options.reward:
-        reward = open_training_reward(job, found)
+        reward = open_training_reward(replace(job, timer=timer), found)
     envs = None
     if played is not None:
         envs = open_envs(played, options.agent, job.stack)
@@ -182,17 +219,19 @@ def _asked(job: Job) -> _Asked:
     return _Asked(train=found.train, test=found.test, reward=reward, test_reward=found.test_reward, envs=envs)
 
 
-def _evaluator(job: Job, asked: _Asked, parts: dict[str, Any], arena: Arena | None, **more: Any) -> Any:
+def _evaluator(job: Job, asked: _Asked, parts: dict[str, Any], **more: Any) -> Any:
     """What answers held-out rows, or plays held-out episodes; None if the run never evaluates."""
-    options = job.options
+    options, engine = job.options, parts["engine"]
     if asked.test is None:
         return None
     how = {"sampling": options.sampling, "samples": options.eval.samples, "seed": options.seed, **more}
-    if arena is not None:
-        return EpisodeEvaluator(arena, rows=asked.test, **how)
+    alone = engine.alone if isinstance(engine, Published) else lambda evaluate: evaluate
+    if asked.envs is not None:
+        arena = open_arena(asked.envs, options.agent, chat=options.chat, **parts)
+        return alone(EpisodeEvaluator(arena, rows=asked.test, **how))
     judge, beside = open_judge(options, asked.reward, asked.test_reward, job.stack, rows=asked.test)
     parts = {**parts, "reward": judge, "train_reward": beside}
-    return Evaluator(rows=asked.test, chat=options.chat, **parts, **how)
+    return alone(Evaluator(rows=asked.test, chat=options.chat, **parts, **how))
 
 
 def _stored_answers(options: RLOptions, policy: LoadedModel, engine: Engine, ranks: Ranks) -> StoredAnswers:

@@ -169,7 +169,12 @@ def _time(timing: Sequence[Line]) -> list[Chart]:
 
 def is_number(value: object) -> bool:
     """A number that is one: neither nan nor infinite nor a truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
 
 
 def four_digits(value: Any) -> str:

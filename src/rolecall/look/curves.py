@@ -24,7 +24,7 @@ def curve_cards(name: str, charts: Sequence[Chart], *, always: int = 0) -> tuple
     cards, held = [], {}
     flat = [chart for i, chart in enumerate(charts) if i >= always and is_flat(chart)]
     for i, chart in enumerate(chart for chart in charts if chart not in flat):
-        short = _thinned(chart)
+        short = thinned(chart)
         key = f"{name}-{i}"
         cards.append(_card(key, short))
         held[key] = {
@@ -64,7 +64,7 @@ def in_words(chart: Chart) -> str:
 
 def picture(chart: Chart) -> str:
     """The chart alone, for a page with a style of its own."""
-    return _svg(_thinned(chart))
+    return _svg(thinned(chart))
 
 
 def _svg(chart: Chart) -> str:
@@ -196,13 +196,13 @@ def _near_zero(low: float, high: float) -> bool:
     return low > 0 and low <= 0.35 * high
 
 
-def _thinned(chart: Chart) -> Chart:
+def thinned(chart: Chart, points: int = _POINTS) -> Chart:
     """Of a long run each stretch keeps the steps with its extremes."""
     n = len(chart.xs)
-    if n <= _POINTS:
+    if n <= points:
         return chart
     keep = {0, n - 1}
-    bucket = n / (_POINTS / (2 * len(chart.series)))
+    bucket = n / (points / (2 * len(chart.series)))
     for start in range(ceil(n / bucket)):
         inside = range(int(start * bucket), min(n, int((start + 1) * bucket)))
         for series in chart.series:

@@ -43,8 +43,8 @@ def text(value: object) -> str:
 
 def page(*, title: str, lead: str = "", sections: Sequence[Section], data: Sequence[Data] = ()) -> str:
     """One self-contained page. `lead` is HTML below the title."""
-    style = _asset("page.css")
-    script = f'"use strict";\n(() => {{\n{_asset("page.js")}\n{_asset("curves.js")}}})();'
+    style = asset("page.css")
+    script = f'"use strict";\n(() => {{\n{asset("page.js")}\n{asset("curves.js")}}})();'
     links = "".join(f'<li><a href="#{s.id}">{text(s.title)}</a></li>' for s in sections if s.level == 1)
     navigation = f'<nav aria-label="Sections"><ul>{links}</ul></nav>' if links else ""
     return f"""<!doctype html>
@@ -66,7 +66,7 @@ def page(*, title: str, lead: str = "", sections: Sequence[Section], data: Seque
 {"".join(map(_section, sections))}
 </main>
 <noscript><p class="note">Curves are drawn without scripts; the token view needs them.</p></noscript>
-{"".join(map(_data, data))}
+{"".join(map(data_block, data))}
 <script>{script}</script>
 </body>
 </html>
@@ -105,7 +105,8 @@ def _section(section: Section) -> str:
     )
 
 
-def _data(data: Data) -> str:
+def data_block(data: Data) -> str:
+    """The element that holds it."""
     held = json.dumps(data.value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # Inside a script element only these could end it, open a comment in it, or end a line for older scripts.
     for character in "<>&\u2028\u2029":
@@ -114,7 +115,8 @@ def _data(data: Data) -> str:
 
 
 @cache
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of `assets/`, as text."""
     return (files("rolecall.look") / "assets" / name).read_text(encoding="utf-8")
 
 

@@ -1,8 +1,7 @@
 """The report of a run, or of a demo's runs, as one page."""
 
-import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,17 @@ from rolecall.look.doctor.audit import findings_of
 from rolecall.look.doctor.marks import findings_table, marked
 from rolecall.look.page import Data, Section, facts, page, table, text
 from rolecall.look.records import rollouts_view
-from rolecall.look.run import RunFiles, check_directory, check_format, is_demo, read_object, read_run
+from rolecall.look.run import (
+    RunFiles,
+    check_directory,
+    check_format,
+    flat,
+    is_demo,
+    near,
+    read_object,
+    read_run,
+    setting_text,
+)
 
 _NAME = re.compile(r"[a-z][a-z0-9-]*")
 _SHOWN_STEPS = 2
@@ -36,7 +45,7 @@ def curves_of(path: Path) -> dict[str, list[Chart]]:
 
 def _run_page(run: RunFiles) -> str:
     sections, data = _run_sections(run)
-    return page(title=run.path.resolve().name, lead=_lead(run), sections=sections, data=data)
+    return page(title=run.path.resolve().name, lead=lead_of(run), sections=sections, data=data)
 
 
 def _demo_page(path: Path) -> str:
@@ -47,7 +56,7 @@ def _demo_page(path: Path) -> str:
     for name in _demo_runs(path):
         run = read_run(path / name)
         inside, drawn_from = _run_sections(run, prefix=f"{name}-", level=2, shown_steps=1)
-        sections += [Section(id=name, title=name.replace("-", " "), body=_lead(run)), *inside]
+        sections += [Section(id=name, title=name.replace("-", " "), body=lead_of(run)), *inside]
         data += drawn_from
     lead = (
         '<p class="lead">The whole pipeline on the built-in model: imitation, a reward model, then PPO against that '
@@ -101,9 +110,7 @@ def _run_sections(
     def section(name: str, title: str, body: str) -> Section:
         return Section(id=f"{prefix}{name}", title=title, body=body, level=level)
 
-    main, rest = charts(run.steps, run.evaluations, run.timing, pairs=run.command in PAIRS)
-    if run.config.get("samples") == 1:  # one answer is always like itself
-        main = [chart for chart in main if chart.name != "flat-groups"]
+    main, rest = run_charts(run)
     found = findings_of(run)
     cards, data = curve_cards(f"{prefix}curves", marked(main, found), always=1)
     more, more_data = curve_cards(f"{prefix}more", rest)
@@ -111,11 +118,11 @@ def _run_sections(
         cards += f"<details><summary>All other numbers ({len(rest)})</summary>{more}</details>"
     tokens, token_data = rollouts_view(run, name=f"{prefix}view", shown_steps=shown_steps)
     inside = level > 1
-    ran = _what_ran(run)
+    ran = what_ran(run)
     if inside:  # a page of several runs has one evaluation for all, at its top
         ran = f"<details><summary>Command, versions and settings</summary>{ran}</details>"
     sections = [
-        section("before-after", "Before and after", _before_after(run, held_out=not inside)),
+        section("before-after", "Before and after", before_after(run, held_out=not inside)),
         *([section("doctor", "What looks wrong", findings_table(found))] if found else []),
         section("curves", "Curves", cards),
         *(
@@ -128,7 +135,16 @@ def _run_sections(
     return sections, [data, more_data, *token_data]
 
 
-def _lead(run: RunFiles) -> str:
+def run_charts(run: RunFiles) -> tuple[list[Chart], list[Chart]]:
+    """The curves of a run that everybody wants, and one for each other number."""
+    main, rest = charts(run.steps, run.evaluations, run.timing, pairs=run.command in PAIRS)
+    if run.config.get("samples") == 1:  # one answer is always like itself
+        main = [chart for chart in main if chart.name != "flat-groups"]
+    return main, rest
+
+
+def lead_of(run: RunFiles) -> str:
+    """What ran and how far, in a sentence."""
     wanted = run.config.get("steps")
     of = f" of {wanted}" if isinstance(wanted, int) and wanted != run.last_step else ""
     state = ", and a process still works on it" if run.locked and of else ""
@@ -142,21 +158,16 @@ def _lead(run: RunFiles) -> str:
     chosen = algorithm.get("name") if isinstance(algorithm, dict) else run.config.get("algo")
     name = f" ({chosen})" if chosen else ""
     sources = [
-        f"{key} {_near(run.config[key])}" for key in ("model", "rows", "env") if isinstance(run.config.get(key), str)
+        f"{key} {near(run.config[key])}" for key in ("model", "rows", "env") if isinstance(run.config.get(key), str)
     ]
     line = f"{what}{name} with {', '.join(sources)}" if sources else f"{what}{name}"
     return f'<p class="lead"><b>{text(line)}</b>: {run.last_step}{of} steps{state}, seed {text(run.about.get("seed"))}.</p>'
 
 
-def _near(name: str) -> str:
-    """The last two parts of an absolute path, for a headline; anything else as it is."""
-    return "/".join(Path(name).parts[-2:]) if name.startswith("/") else name
-
-
 # -- before and after ------------------------------------------------------------------------------------------------
 
 
-def _before_after(run: RunFiles, *, held_out: bool) -> str:
+def before_after(run: RunFiles, *, held_out: bool) -> str:
     """Evaluations and the run's own numbers, first and last. `held_out` says so if there are no evaluations."""
     parts = []
     if run.evaluations:
@@ -213,7 +224,8 @@ def _pair(before: Any, after: Any) -> tuple[str, str, str]:
 # -- what ran --------------------------------------------------------------------------------------------------------
 
 
-def _what_ran(run: RunFiles) -> str:
+def what_ran(run: RunFiles) -> str:
+    """The command, versions and all settings."""
     about = run.about
     versions = dict(about["versions"]) if isinstance(about.get("versions"), dict) else {}
     arguments = list(about["arguments"]) if isinstance(about.get("arguments"), list) else []
@@ -232,13 +244,5 @@ def _what_ran(run: RunFiles) -> str:
         if isinstance(again, dict):
             exact = "bit for bit" if again.get("bit_exact") else "with settings changed"
             shown[f"resumed at step {again.get('step')}"] = exact
-    settings = facts(dict(_flat(run.config)))
+    settings = facts({name: setting_text(value) for name, value in flat(run.config)})
     return facts(shown, wide=True) + f"<details><summary>All settings</summary>{settings}</details>"
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    for name, value in settings.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

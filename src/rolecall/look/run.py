@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,11 @@ def read_run(path: Path) -> RunFiles:
         path=path,
         about=about,
         config=read_object(path / "config.json"),
-        steps=[line for line in lines if not _is_evaluation(line)],
-        evaluations=[line for line in lines if _is_evaluation(line)],
+        steps=[line for line in lines if not is_evaluation(line)],
+        evaluations=[line for line in lines if is_evaluation(line)],
         timing=[line for line in _lines(path / "timing.jsonl") if isinstance(line["step"], int)],
-        rollouts=_step_files(path / "rollouts"),
-        updates=_step_files(path / "updates"),
+        rollouts=step_files(path / "rollouts"),
+        updates=step_files(path / "updates"),
         locked=(path / LOCK).exists(),
     )
 
@@ -105,7 +106,7 @@ def read_object(path: Path) -> dict[str, Any]:
         held = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path.parent} is half a run: it has no {path.name}; bring back a whole copy") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"{path} is torn or no JSON; bring back a whole copy of the run") from None
     if not isinstance(held, dict):
         raise UserError(f"{path} holds no JSON object; bring back a whole copy of the run")
@@ -118,24 +119,45 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         lines = read_lines(path)
     except FileNotFoundError:
         return []
-    except ValueError:
-        raise UserError(f"{path} has a line in the middle that is no JSON; bring back a whole copy of it") from None
     for line in lines:
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int | float):
+        if not isinstance(line.get("step"), int | float):
             raise UserError(f"{path} has a line without a step; bring back a whole copy of it")
-    return [{name: _number(value) for name, value in line.items()} for line in lines]
+    return [{name: number_of(value) for name, value in line.items()} for line in lines]
 
 
-def _number(value: Any) -> Any:
+def number_of(value: Any) -> Any:
+    """A number that JSON has no word for, which logs write as a text."""
     return float(value) if value in ("nan", "inf", "-inf") else value
 
 
-def _is_evaluation(line: dict[str, Any]) -> bool:
+def is_evaluation(line: dict[str, Any]) -> bool:
+    """Whether a line of the metrics is about an evaluation."""
     return any(name.startswith("eval_") for name in line)
 
 
-def _step_files(folder: Path) -> dict[int, Path]:
+def step_files(folder: Path) -> dict[int, Path]:
+    """The records in a folder by step."""
     if not folder.is_dir():
         return {}
     found = ((_STEP_FILE.fullmatch(path.name), path) for path in folder.iterdir())
     return dict(sorted((int(match[1]), path) for match, path in found if match))
+
+
+def near(name: Any) -> str:
+    """The last two parts of an absolute path; anything else as it is."""
+    text = "" if name is None else str(name)
+    return "/".join(Path(text).parts[-2:]) if text.startswith("/") else text
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings by their dotted names."""
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def setting_text(value: Any) -> str:
+    """A setting as a text."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

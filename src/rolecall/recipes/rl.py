@@ -145,6 +145,9 @@ class RLLearner:
                 rollout = self.replay.mix(rollout, version=self.engine.version)
         self._meter = Meter()
         measure_rollout(self._meter, rollout, rule=self.rule)
+        if self.options.ahead:
+            ages = [float(self.engine.version - t.policy_version) for t in found.trajectories]
+            self._meter.mean("async/staleness", torch.tensor(ages))
         if found.drawn is not None:
             measure_resampled(self._meter, found.drawn)
         for watch in self.watches:
@@ -281,7 +284,9 @@ class RLLearner:
         found["kl_coef"], found["entropy_coef"] = self.kl.coef, self.entropy.coef
         found["policy_version"] = float(self.engine.version)
         found["optimizer_steps"] = float(sum(not result.skipped for result in made))
-        told = getattr(self.reward, "take_metrics", dict)() | getattr(self.collector, "take_metrics", dict)()
+        told: dict[str, float] = getattr(self.collector, "take_metrics", dict)()
+        if not self.options.ahead:  # else the reward may have scored later steps already, and the collector tells
+            told = getattr(self.reward, "take_metrics", dict)() | told
         told |= getattr(self.engine, "metrics", dict)()
         self._metrics = told | finish(found)
 

@@ -156,13 +156,18 @@ class StreamFlight(Flight):
         if not self._flying:
             cuts = [(t, t.cut()) for t in (self._waiting.popleft() for _ in range(len(self._waiting)))]
             ended = [(t, unanswered(t.request, i, cut)) for t, cut in cuts if cut for i in range(t.request.n)]
-            begun = [t for t, cut in cuts if cut is None]
+            # In an order that does not depend on when each of them came: it decides which are answered in one batch.
+            begun = sorted(
+                (t for t, cut in cuts if cut is None), key=lambda t: (t.request.prompt, t.request.first_sample)
+            )
             self._flying = {
                 (t.request.prompt, t.request.first_sample + i): t for t in begun for i in range(t.request.n)
             }
             self._answers = self._stream([t.request for t in begun])
         for completion in self._answers:
-            return [*ended, (self._flying.pop((completion.prompt, completion.sample)), completion)]
+            ended.append((self._flying.pop((completion.prompt, completion.sample)), completion))
+            if self._flying:
+                break  # else to the stream's end, at which it may have more to do
         return ended
 
 

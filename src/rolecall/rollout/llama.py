@@ -7,8 +7,9 @@ log-probs agree with the trainer's.
 Shapes: rows are sequences in the cache's slots 0..rows-1; a step feeds one token to each of them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -166,17 +167,16 @@ class LlamaDecoder:
         return self._run(self.embedding[tokens], attend, kernels, self._room)
 
     def prefill(
-        self, ids: Int[Tensor, "rows time"], past: Float[Tensor, "layers 2 rows heads start width"] | None = None
+        self, ids: Int[Tensor, "rows time"]
     ) -> tuple[Float[Tensor, "rows time width"], Float[Tensor, "layers 2 rows heads time width"]]:
         """Hidden states and keys/values of whole prompts, right-padded (causal, so padding after them changes nothing).
 
-        With `past`, rows that go on from cached prefixes of one length. Compiled, a row's numbers do not depend on the
-        rows beside it.
+        Compiled, a row's numbers do not depend on the rows beside it.
         """
         rows, time = ids.shape
         x, kept = self.embedding[ids.flatten()], torch.empty(self._kv_shape(rows, time), dtype=self.dtype)
-        if past is not None or self.kernels is None:
-            hidden = self._run(x, self._prefill_attention(rows, time, kept, past), _TORCH, _no_room)
+        if self.kernels is None:
+            hidden = self._run(x, self._prefill_attention(rows, time, kept), _TORCH, _no_room)
             return hidden.view(rows, time, -1), kept
         cos, sin = (t.float().repeat(rows, 1) for t in self._rotation(torch.arange(time)))
         segments = Segments.of_rows(rows, time)
@@ -188,10 +188,46 @@ class LlamaDecoder:
             attend_into(out, qkv, segments, heads=self.heads, kv_heads=self.kv_heads)
             return out
 
-        def room(name: str | int, rows: int, width: int) -> Tensor:  # a step's hidden states may be in use
-            return torch.empty(rows, width, dtype=self.dtype)
+        return self._run(x, attend, self.kernels, self._own_room).view(rows, time, -1), kept
 
-        return self._run(x, attend, self.kernels, room).view(rows, time, -1), kept
+    def go_on(
+        self, ids: Sequence[Int[Tensor, "time"]], pasts: Sequence[Float[Tensor, "layers 2 heads start width"]]
+    ) -> tuple[list[Float[Tensor, "time width"]], list[Float[Tensor, "layers 2 heads longer width"]]]:
+        """Hidden states of tokens that follow cached prefixes of any lengths, and the keys/values of prefix and tokens.
+
+        Each sequence attends by itself and all else is done token by token, so that, compiled, its numbers do not depend on
+        the others.
+        """
+        times, starts = [len(x) for x in ids], [past.shape[3] for past in pasts]
+        shape = self._kv_shape(1, 0)
+        kept = [
+            past.new_empty(*shape[:2], shape[3], start + t, shape[5])
+            for past, start, t in zip(pasts, starts, times, strict=True)
+        ]
+        seen = [
+            torch.arange(start + t) <= torch.arange(start, start + t)[:, None]
+            for start, t in zip(starts, times, strict=True)
+        ]
+        positions = torch.cat([torch.arange(start, start + t) for start, t in zip(starts, times, strict=True)])
+        cos, sin = (x[:, None] for x in self._rotation(positions))
+        for kv, past, start in zip(kept, pasts, starts, strict=True):
+            kv[:, :, :, :start] = past
+
+        def attend(layer: int, qkv: Tensor, out: Tensor | None) -> Tensor:
+            q, k, v = (x[0].transpose(0, 1) for x in self._turned(qkv.view(1, len(qkv), -1, self.head_dim), cos, sin))
+            mixed = []
+            for kv, mask, start, own in zip(kept, seen, starts, _spans(times), strict=True):
+                kv[layer, 0, :, start:], kv[layer, 1, :, start:] = k[:, own], v[:, own]
+                keys, values = kv[layer, :, None]
+                found = F.scaled_dot_product_attention(
+                    q[None, :, own], keys, values, attn_mask=mask, enable_gqa=self.heads != self.kv_heads
+                )
+                mixed.append(found[0].transpose(0, 1).reshape(len(mask), -1))
+            return torch.cat(mixed)
+
+        x, ops, room = self.embedding[torch.cat(list(ids))], self.kernels, self._own_room
+        hidden = self._run(x, attend, _TORCH, _no_room) if ops is None else self._run(x, attend, ops, room)
+        return list(hidden.split(times)), kept
 
     def _run(self, x: Tensor, attend: Attend, ops: "DecodeKernels | _TorchOps", room_for: RoomFor) -> Tensor:
         """All layers over x [rows, width], which is overwritten, without allocating in the loop if there is room."""
@@ -237,20 +273,14 @@ class LlamaDecoder:
 
         return attend
 
-    def _prefill_attention(self, rows: int, time: int, kept: Tensor, past: Tensor | None) -> Attend:
+    def _prefill_attention(self, rows: int, time: int, kept: Tensor) -> Attend:
         """A prompt's attention in torch, which also fills `kept`."""
-        start = 0 if past is None else past.shape[4]
-        cos, sin = (x[:, None] for x in self._rotation(torch.arange(start, start + time)))
-        seen = None if past is None else torch.arange(start + time) <= torch.arange(start, start + time)[:, None]
+        cos, sin = (x[:, None] for x in self._rotation(torch.arange(time)))
 
         def attend(layer: int, qkv: Tensor, out: None) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in self._turned(qkv.view(rows, time, -1, self.head_dim), cos, sin))
             kept[layer, 0], kept[layer, 1] = k, v
-            if past is not None:
-                k, v = torch.cat([past[layer, 0], k], 2), torch.cat([past[layer, 1], v], 2)
-            mixed = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=seen, is_causal=past is None, enable_gqa=self.heads != self.kv_heads
-            )
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
             return mixed.transpose(1, 2).reshape(rows * time, -1)
 
         return attend
@@ -270,6 +300,10 @@ class LlamaDecoder:
             held = self._rooms[name] = torch.empty(rows, width, dtype=self.dtype)
         return held[:rows]
 
+    def _own_room(self, name: str | int, rows: int, width: int) -> Tensor:
+        """[rows, width] of its own, where a step's hidden states may be in use."""
+        return torch.empty(rows, width, dtype=self.dtype)
+
     def _with_normed_heads(self, qkv: Tensor, query_norm: Tensor, key_norm: Tensor) -> Tensor:
         """qkv [rows, ...] with queries and keys normed per head (Qwen3)."""
         heads = qkv.view(len(qkv), -1, self.head_dim)
@@ -284,6 +318,12 @@ class LlamaDecoder:
             self._table = (torch.stack([angles.cos(), angles.sin()]) * self._rotary_scale).to(self.dtype)
         cos, sin = self._table[:, positions]
         return cos, sin
+
+
+def _spans(lengths: Sequence[int]) -> list[slice]:
+    """Where pieces of these lengths lie, end to end."""
+    edges = [0, *accumulate(lengths)]
+    return [slice(start, end) for start, end in pairwise(edges)]
 
 
 def _no_room(name: str | int, rows: int, width: int) -> None:

@@ -241,33 +241,48 @@ class _Decoding(LocalFlight):
         return torch.stack(new) if new else self._decoder.embedding[:0]
 
     def _prefill(self, free: int) -> None:
-        """Compute the prompts whose samples enter next: those that go on from equally long caches together."""
-        wanted: dict[int, list[tuple[_Prompt, Tensor | None]]] = {}
+        """Compute the prompts whose samples enter next: new ones of like length together, and those that go on."""
+        new: list[_Prompt] = []
+        known: list[tuple[_Prompt, Tensor]] = []
         for prompt in self._waiting:
             if free <= 0:
                 break
             free -= len(prompt.waiting)
             if prompt.kv is None:
                 past = self._engine.known(prompt)
-                wanted.setdefault(0 if past is None else past.shape[3], []).append((prompt, past))
-        for start, prompts in wanted.items():
-            prompts.sort(key=lambda pair: pair[0].length)
-            while prompts:
-                count = max(1, min(len(prompts), _PREFILL_TOKENS // (prompts[-1][0].length - start)))
-                batch, prompts = prompts[-count:], prompts[:-count]
-                self._prefill_batch(batch, start)
+                if past is None:
+                    new.append(prompt)
+                else:
+                    known.append((prompt, past))
+        new.sort(key=lambda prompt: prompt.length)
+        while new:
+            count = max(1, min(len(new), _PREFILL_TOKENS // new[-1].length))
+            self._prefill_batch(new[-count:])
+            del new[-count:]
+        while known:
+            count, tokens = 0, 0
+            while count < len(known) and (tokens < _PREFILL_TOKENS or not count):
+                tokens += known[count][0].length - known[count][1].shape[3]
+                count += 1
+            self._go_on(known[:count])
+            del known[:count]
 
-    def _prefill_batch(self, batch: list[tuple[_Prompt, Tensor | None]], start: int) -> None:
-        """Those of like length together; each has `start` tokens in its cache."""
-        ids = torch.zeros(len(batch), batch[-1][0].length - start, dtype=torch.long)
-        for i, (prompt, _) in enumerate(batch):
-            ids[i, : prompt.length - start] = torch.tensor(prompt.ticket.request.prompt_ids[start:])
-        known = [past for _, past in batch if past is not None]
-        hidden, kv = self._decoder.prefill(ids, torch.stack(known, dim=2)) if known else self._decoder.prefill(ids)
-        for i, (prompt, past) in enumerate(batch):
-            new = kv[:, :, i, :, : prompt.length - start]
-            prompt.hidden = hidden[i, prompt.length - start - 1].clone()
-            prompt.kv = new.clone() if past is None else torch.cat([past, new], dim=3)
+    def _prefill_batch(self, batch: list[_Prompt]) -> None:
+        """Those of like length together."""
+        ids = torch.zeros(len(batch), batch[-1].length, dtype=torch.long)
+        for i, prompt in enumerate(batch):
+            ids[i, : prompt.length] = torch.tensor(prompt.ticket.request.prompt_ids)
+        hidden, kv = self._decoder.prefill(ids)
+        for i, prompt in enumerate(batch):
+            prompt.hidden = hidden[i, prompt.length - 1].clone()
+            prompt.kv = kv[:, :, i, :, : prompt.length].clone()
+
+    def _go_on(self, batch: list[tuple[_Prompt, Tensor]]) -> None:
+        """Those with a cache, however long each is."""
+        ids = [torch.tensor(prompt.ticket.request.prompt_ids[past.shape[3] :]) for prompt, past in batch]
+        hidden, kv = self._decoder.go_on(ids, [past for _, past in batch])
+        for (prompt, _), states, kept in zip(batch, hidden, kv, strict=True):
+            prompt.hidden, prompt.kv = states[-1].clone(), kept
 
     def _leave(self, slot: int) -> tuple[Ticket, Completion]:
         """Take a finished row out; the last row moves into its slot. The cache lacks each row's last token."""

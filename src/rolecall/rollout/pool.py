@@ -35,6 +35,8 @@ _log = logging.getLogger("rolecall.rollout")
 _LOSSES = 3
 """Workers in a row, beyond two for each place, that may be lost before a unit is done; then the pool gives up."""
 _LONGEST_PAUSE_S = 5.0
+_CLOSING_S = 3.0
+"""How long `close` waits for a thread that samples."""
 
 
 @dataclass(slots=True)
@@ -68,6 +70,7 @@ class EnginePool(WorkerPool, Engine):
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
         self._vocabulary, self._context = model.get_input_embeddings().num_embeddings, loaded.context_length
         self._losses = 0
+        self._closing = False
         self._lock = threading.RLock()
         self._directory = own_directory(sum(p.numel() * 4 for p in model.parameters()))
         weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
@@ -90,8 +93,12 @@ class EnginePool(WorkerPool, Engine):
         )
 
     def close(self) -> None:
-        """End the workers and remove what was published."""
+        """End the workers and remove what was published. A thread that still samples notices within a second."""
+        self._closing = True
+        there = self._lock.acquire(timeout=_CLOSING_S)
         super().close()
+        if there:
+            self._lock.release()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -146,6 +153,8 @@ class EnginePool(WorkerPool, Engine):
 
         try:
             while queue or self._busy:
+                if self._closing:
+                    raise RuntimeError("the pool of workers was closed while it sampled")
                 for worker in list(self.workers):
                     self._give(worker, queue, _pack, heard)
                 self._hear(heard, 1.0)
@@ -157,7 +166,7 @@ class EnginePool(WorkerPool, Engine):
                 while out:
                     yield out.popleft()
         finally:
-            for worker in self._busy:  # after an error or Ctrl-C nobody waits for what they do
+            for worker in [] if self._closing else self._busy:  # after an error or Ctrl-C nobody waits for what they do
                 self._replace(worker)
         self._measure(took, lost, monotonic() - begun)
 

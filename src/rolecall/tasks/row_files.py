@@ -88,18 +88,24 @@ class ArrowRows:
         place = range(len(self))[index]  # negative and out-of-range indices as for a list
         number = bisect_right(self._ends, place)
         start = self._ends[number - 1] if number else 0
-        return self._decoded(self._batches[number].slice(place - start, 1).to_pylist()[0])
+        return next(self._decoded(self._batches[number].slice(place - start, 1), place))
 
     def __iter__(self) -> Iterator[Row]:
-        for batch in self._batches:
+        for batch, end in zip(self._batches, self._ends, strict=True):
             for start in range(0, len(batch), 1024):
-                for row in batch.slice(start, 1024).to_pylist():
-                    yield self._decoded(row)
+                yield from self._decoded(batch.slice(start, 1024), end - len(batch) + start)
 
-    def _decoded(self, row: Row) -> Row:
-        for name, decode in self._decoders.items():
-            row[name] = decode(row[name])
-        return row
+    def _decoded(self, some: Any, first: int) -> Iterator[Row]:
+        try:
+            rows = some.to_pylist()
+        except UnicodeDecodeError as error:
+            raise RowError(
+                f"a text in rows {first + 1} to {first + len(some)} is not UTF-8: the file is damaged"
+            ) from error
+        for row in rows:
+            for name, decode in self._decoders.items():
+                row[name] = decode(row[name])
+            yield row
 
 
 def read_rows(path: str | Path, *, split: str | None = None) -> Rows:
@@ -149,7 +155,7 @@ def _json(path: Path, content: bytes) -> Rows:
         return JsonRows(path, content)
     try:
         rows = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         where = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise RowError(f"{path} is not a JSON array of rows ({where})") from error
     for number, row in enumerate(rows, 1):
@@ -166,11 +172,13 @@ def _csv(path: Path, content: bytes, *, tabs: bool) -> Any:
     content = content.removeprefix(b"\xef\xbb\xbf")
     delimiter = "\t" if tabs else ","
     try:
-        names = next(csv.reader(io.StringIO(content[: 1 << 20].decode(errors="ignore")), delimiter=delimiter), [])
+        names = next(
+            csv.reader(io.StringIO(content[: 1 << 20].decode(errors="ignore"), newline=""), delimiter=delimiter), []
+        )
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise RowError(f"{path}: two columns are named {twice!r}; the first line names the columns")
-        return pyarrow.csv.read_csv(
+        table = pyarrow.csv.read_csv(
             io.BytesIO(content),
             parse_options=pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
             convert_options=pyarrow.csv.ConvertOptions(
@@ -180,7 +188,11 @@ def _csv(path: Path, content: bytes, *, tabs: bool) -> Any:
                 null_values=[""],
             ),
         )
-    except pyarrow.ArrowException as error:
+        _ = table.column_names  # decoded only when somebody looks
+        return table
+    except UnicodeDecodeError as error:
+        raise RowError(f"{path} is not UTF-8 in its first line, which names the columns: save it as UTF-8") from error
+    except (pyarrow.ArrowException, csv.Error) as error:
         if "Empty CSV" in str(error):
             raise RowError(f"{path} holds no rows") from error
         raise RowError(f"{path} cannot be read as CSV: {_first_line(error)}") from error
@@ -227,7 +239,7 @@ def _table(paths: Sequence[Path], *, parquet: bool) -> Any:
         return pyarrow.concat_tables([read(path) for path in paths], promote_options="default" if parquet else "none")
     except MemoryError:  # some of Arrow's exceptions are
         raise
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         kind = "Parquet" if parquet else "Arrow"
         raise RowError(f"{', '.join(map(str, paths))} cannot be read as {kind}: {_first_line(error)}") from error
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from rolecall.errors import UserError
 from rolecall.files import plain
 
 LOST_LINES = "lost_lines"
@@ -90,11 +91,18 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Every whole line of a JSON lines file; a torn last one, as a running job may show for a moment, is left out."""
+    """Every whole line of a JSON lines file; a torn last one, as a running job may show for a moment, is left out. A damaged
+    one in the middle is a `UserError`."""
     with path.open("rb") as file:
         end = _sound_end(file)
         file.seek(0)
-        return [json.loads(line) for line in file.read(end).splitlines()]
+        records = []
+        for number, line in enumerate(file.read(end).splitlines(), 1):
+            record = _parse(line)
+            if record is None:
+                raise UserError(f"{path}, line {number}, is no JSON object; bring back a whole copy of it")
+            records.append(record)
+    return records
 
 
 def _sound_end(file: BinaryIO) -> int:
@@ -132,6 +140,6 @@ def _is_later(line: bytes, step: int) -> bool:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None

@@ -60,6 +60,12 @@ class RunLock:
                 self._path.unlink()
 
 
+def is_held(directory: Path) -> bool | None:
+    """Whether a process works in this directory: False if it died there, None if none does. Nothing is changed."""
+    held_by = _read(directory / LOCK)
+    return None if held_by is None else _refusal(held_by, _holder(os.getpid())) is not None
+
+
 def _holder(pid: int) -> Holder:
     return Holder(
         pid=pid,

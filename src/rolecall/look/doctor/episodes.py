@@ -77,7 +77,7 @@ def epsilon_stuck(run: RunRecord) -> Iterator[Finding]:
     if len(epsilon) < 5 or len(played) != len(epsilon):
         return
     begin, end = run.number("q.epsilon_start", 1.0), run.number("q.epsilon_end", 0.05)
-    whole = played.values[-1] / played.steps[-1] * run.number("steps", played.steps[-1])
+    whole = played.values[-1] / max(1, played.steps[-1]) * max(1.0, run.number("steps", played.steps[-1]))
     at_the_end = begin + min(1.0, whole / max(1.0, run.number("q.epsilon_steps", 1.0))) * (end - begin)
     if max(float(epsilon.values[-1]), 0.5) > epsilon.values[-1] or not at_the_end > 0.5:
         return
@@ -97,9 +97,9 @@ def stale_target(run: RunRecord) -> Iterator[Finding]:
     taken = run.curve("optimizer_steps")
     if run.option("algo") not in ("iql", "vdn", "qmix") or len(taken) < 10:
         return
-    done, tau = float(taken.values.sum()), run.option("q.tau")
-    every = run.number("q.target_every", 200)
-    moved = 1 - (1 - float(tau)) ** done if tau is not None else float(done >= every)
+    done, every = max(0.0, float(taken.values.sum())), run.number("q.target_every", 200)
+    tau = None if run.option("q.tau") is None else min(max(run.number("q.tau", 1.0), 0.0), 1.0)
+    moved = 1 - (1 - tau) ** done if tau is not None else float(done >= every)
     if moved >= 0.1:
         return
     how = f"after {done:.0f} optimiser steps, copies are made every {every:g}" if tau is None else f"q.tau is {tau:g}"

@@ -12,14 +12,15 @@ from rolecall.look.doctor.reading import Answers, Evidence, RunRecord
 def entropy_collapse(run: RunRecord) -> Iterator[Finding]:
     """Entropy below a fifth of its start and below 0.1 nats, while answers still fail."""
     entropy, reward = run.curve("entropy"), run.curve("reward")
-    if len(entropy) < 8 or not len(reward):
+    if len(entropy) < 8 or not len(reward) or run.files.command != "rl":
         return
     steps = entropy.lasting(lambda e: (e < 0.2 * entropy.first) & (e < 0.1))
     answers = run.answers(steps) if steps else None
     if steps is None or answers is None:
         return
     best = max(float(np.nanmax(answers.column("score"), initial=-np.inf)), float(reward.values.max()))
-    if reward.mean(steps) >= 0.9 * best > 0:  # it is sure of itself because it is right
+    least = min(0.0, float(np.nanmin(answers.column("score"), initial=np.inf)), float(reward.values.min()))
+    if best > least and reward.mean(steps) - least >= 0.9 * (best - least):  # it is sure of itself because it is right
         return
     texts = answers.table["answer_text"].to_pylist()
     same = np.array([texts.count(text) for text in texts], np.float64)
@@ -39,7 +40,8 @@ def entropy_explosion(run: RunRecord) -> Iterator[Finding]:
     entropy = run.curve("entropy")
     if len(entropy) < 8 or run.files.command != "rl":
         return
-    steps = entropy.lasting(lambda e: (e > 2 * entropy.first) & (e > entropy.first + 0.5))
+    start = min(entropy.first, float(entropy.values[0]))  # one update may be enough
+    steps = entropy.lasting(lambda e: (e > 2 * start) & (e > start + 0.5))
     if steps is None:
         return
     coef = run.number("algorithm.entropy_coef", 0.0)
@@ -47,7 +49,7 @@ def entropy_explosion(run: RunRecord) -> Iterator[Finding]:
         "entropy-explosion",
         "likely",
         steps,
-        f"entropy rose from {entropy.first:.3g} to {entropy.last:.3g} nats per token: answers turn into noise",
+        f"entropy rose from {start:.3g} to {entropy.mean(steps):.3g} nats per token: answers turn into noise",
         _least_likely(run.answers(steps)),
         "--algorithm.entropy_coef 0" if coef > 0 else f"--optim.lr {run.number('optim.lr', 1e-5) / 10:g}",
     )
@@ -71,48 +73,98 @@ def kl_blow_up(run: RunRecord) -> Iterator[Finding]:
 
 
 def lr_too_small(run: RunRecord) -> Iterator[Finding]:
-    """After ten steps the policy is where it was."""
-    rate, taken = run.curve("learning_rate"), run.curve("optimizer_steps")
-    if len(rate) < 10 or run.files.command == "marl" or not rate.values.max() > 0:
+    """After ten steps the policy is where it was, though there were gradients."""
+    rate, pull = run.curve("learning_rate"), run.curve("grad_norm")
+    if len(rate) < 10 or not rate.values.max() > 0 or not np.sum(pull.values > 0) > len(rate) / 2:
         return
+    taken = run.curve("optimizer_steps")
+    count = float(taken.values.mean()) if len(taken) else 1.0
     kl, moved, margin = run.curve("kl"), run.curve("policy/ratio_max"), run.curve("rewards/margins")
-    steps = (rate.steps[0], rate.steps[-1])
-    lr = f"--optim.lr {max(1e-5, 100 * float(rate.values.max())):g}"
+    travel = float(rate.values.sum()) * count
     if len(kl) >= 10 and np.abs(kl.values).max() < 1e-5:
         said = f"after {len(rate)} steps the KL to the reference is {kl.values[-1]:.1g} nats per token"
-    elif len(moved) and taken.values.mean() > 1.5 and moved.values.max() < 1.001:
+    elif len(moved) and count > 1.5 and moved.values.max() < 1.001:
         said = f"within an update no token's probability changes by more than {moved.values.max() - 1:.1g}"
     elif len(margin) and np.abs(margin.values).max() < 1e-4:
         said = f"after {len(rate)} steps the margin between chosen and rejected answers is {margin.values[-1]:.1g}"
+    elif travel < 1e-6:  # Adam moves no weight by much more than the learning rate
+        said = f"{len(rate)} steps can move a weight by {travel:.1g} at most"
     else:
         return
+    top = float(rate.values.max())
     yield found(
-        "lr-too-small", "certain", steps, f"{said}: this learning rate ({rate.values.max():g}) does nothing", (), lr
+        "lr-too-small",
+        "certain",
+        (rate.steps[0], rate.steps[-1]),
+        f"{said}: this learning rate ({top:g}) does nothing",
+        (),
+        f"--optim.lr {max(1e-5, 100 * top):g}",
     )
 
 
 def lr_too_large(run: RunRecord) -> Iterator[Finding]:
-    """Updates that move the policy by 0.2 nats and more, or numbers that are not finite."""
-    kl, skipped = run.curve("policy/approx_kl"), run.curve("skipped")
+    """Steps that are not finite, updates that move the policy by 0.2 nats, scores or losses that one update ruins."""
     lr = f"--optim.lr {float(run.curve('learning_rate').values.max(initial=0)) / 10:g}"
+    skipped = run.curve("skipped")
     bad = [s for s, v in zip(skipped.steps, skipped.values, strict=True) if v > 0]
     if len(bad) > max(2, len(skipped) // 20):
         said = f"{len(bad)} steps had a loss or gradient that is not finite and were left out"
         yield found("lr-too-large", "certain", (bad[0], bad[-1]), said, (), lr)
         return
+    for seen in (_large_updates, _jumps, _scores_ruined, _loss_ruined):
+        if (what := seen(run)) is not None:
+            steps, said = what
+            yield found(
+                "lr-too-large", "likely", steps, f"{said}: steps are too large", _least_likely(run.answers(steps)), lr
+            )
+            return
+
+
+def _large_updates(run: RunRecord) -> tuple[tuple[int, int], str] | None:
+    """Several optimiser steps on one batch take the policy far from where it was sampled."""
+    kl, clipped = run.curve("policy/approx_kl"), run.curve("clip_ratio/region_mean")
     steps = kl.lasting(lambda k: k > 0.2, least=3) if len(kl) else None
     if steps is None:
-        return
-    clipped = run.curve("clip_ratio/region_mean")
+        return None
     outside = f", with {clipped.mean(steps):.0%} of its tokens outside the clip range" if len(clipped) else ""
-    yield found(
-        "lr-too-large",
-        "likely",
-        steps,
-        f"one update moves the policy by {kl.mean(steps):.2g} nats per token{outside}: its steps are too large",
-        _least_likely(run.answers(steps)),
-        lr,
-    )
+    return steps, f"one update moves the policy by {kl.mean(steps):.2g} nats per token{outside}"
+
+
+def _jumps(run: RunRecord) -> tuple[tuple[int, int], str] | None:
+    """From one step to the next the entropy changes by 0.8 nats and by half."""
+    entropy = run.curve("entropy")
+    if len(entropy) < 5 or run.files.command != "rl":
+        return None
+    change = np.abs(np.diff(entropy.values))
+    far = np.flatnonzero((change > 0.8) & (change > 0.5 * np.maximum(entropy.values[1:], entropy.values[:-1])))
+    if not len(far):
+        return None
+    i = int(far[0])
+    said = f"from step {entropy.steps[i]} to {entropy.steps[i + 1]} the entropy went from {entropy.values[i]:.2g} to "
+    return (entropy.steps[i], entropy.steps[int(far[-1]) + 1]), f"{said}{entropy.values[i + 1]:.2g} nats per token"
+
+
+def _scores_ruined(run: RunRecord) -> tuple[tuple[int, int], str] | None:
+    """The reward falls to under a third of its start, by more than four standard errors of a step, and stays there."""
+    reward, spread = run.curve("reward"), run.curve("reward_std")
+    if len(reward) < 8 or len(spread) != len(reward) or run.files.command != "rl":
+        return None
+    begin, least = float(reward.values[0]), min(0.0, float(reward.values.min()))
+    error = float(spread.values.max()) / max(1.0, run.number("prompts", 1)) ** 0.5
+    steps = reward.lasting(lambda r: (r - least < (begin - least) / 3) & (r < begin - 4 * error))
+    if steps is None or steps[1] < reward.steps[-1]:
+        return None
+    return steps, f"the mean score was {begin:.3g} before the first update and is {reward.last:.3g} now"
+
+
+def _loss_ruined(run: RunRecord) -> tuple[tuple[int, int], str] | None:
+    """Of learning from given answers: the loss is above that of the first step."""
+    loss = run.curve("loss")
+    if len(loss) < 10 or run.files.command not in ("sft", "dpo", "rm"):
+        return None
+    begin = float(loss.values[0])
+    steps = loss.lasting(lambda x: x > 1.1 * begin + 0.05)
+    return None if steps is None else (steps, f"the loss was {begin:.3g} at first and is {loss.mean(steps):.3g}")
 
 
 def useless_critic(run: RunRecord) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rolecall.config.sampling import Finish
 from rolecall.experience.parquet import Ragged, StoreError, read_table
-from rolecall.experience.rollout_schema import ROLLOUTS
+from rolecall.experience.rollout_schema import COMPUTED, ROLLOUTS
 from rolecall.look.charts import is_number
 from rolecall.look.run import RunFiles
 from rolecall.maths.codes import Role, Verdict
@@ -22,6 +22,8 @@ _log = logging.getLogger("rolecall")
 Evidence = tuple[tuple[int, int, int | None], ...]
 SHOWN = 3
 """Answers that a finding points to."""
+_LARGEST = 1e100
+"""Numbers beyond are read as this, so that their squares and sums are numbers too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +126,8 @@ class RunRecord:
     def curve(self, name: str, *, evaluated: bool = False) -> Curve:
         """A number of metrics.jsonl; empty if the run has none."""
         lines = self.files.evaluations if evaluated else self.files.steps
-        there = [(int(line["step"]), float(line[name])) for line in lines if is_number(line.get(name))]
+        whole = (line for line in lines if is_number(line["step"]) and is_number(line.get(name)))
+        there = [(int(line["step"]), _within(line[name])) for line in whole]
         return Curve(steps=[s for s, _ in there], values=np.array([v for _, v in there], np.float64))
 
     def counted(self, name: str) -> Curve:
@@ -149,7 +152,7 @@ class RunRecord:
     def number(self, name: str, default: float) -> float:
         """A setting that is a number."""
         held = self.option(name)
-        return float(held) if is_number(held) else default
+        return _within(held) if is_number(held) else default
 
     def answers(self, steps: tuple[int, int] | None = None, *, first: bool = False) -> Answers | None:
         """The last recorded step (or the first) within these steps; None if there is none that can be read."""
@@ -164,9 +167,23 @@ class RunRecord:
             self._read[step] = None
             try:
                 table = read_table(path, ROLLOUTS)[0]
+                _check_lengths(path, table)
                 self._read[step] = Answers(step=step, table=table) if len(table) else None
             except FileNotFoundError:  # older steps make room while a run goes on
                 pass
             except (StoreError, OSError) as error:
                 _log.warning("%s; the doctor goes on without it", error)
         return self._read[step]
+
+
+def _check_lengths(path: Path, table: pa.Table) -> None:
+    """Refuse lists that are not about the tokens of their row."""
+    wanted = Ragged.read(table["ids"]).lengths
+    for name in ("roles", "verdicts", "behaviour_logprobs", *COMPUTED):
+        held = Ragged.read(table[name])
+        if (held.present & (held.lengths != wanted)).any():
+            raise StoreError(f"{path} is damaged: {name} of a row has another length than its ids")
+
+
+def _within(value: float) -> float:
+    return min(max(float(value), -_LARGEST), _LARGEST)

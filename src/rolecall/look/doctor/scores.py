@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from rolecall.look.charts import is_number
 from rolecall.look.doctor.finding import Finding
 from rolecall.look.doctor.found import found
 from rolecall.look.doctor.reading import Answers, Curve, RunRecord
@@ -66,6 +67,8 @@ def reward_saturated(run: RunRecord) -> Iterator[Finding]:
     if answers is None or early is None:
         return
     scores = answers.column("score")
+    if np.isnan(scores).mean() > 0.5:  # most answers have no score at all
+        return
     seen = np.concatenate([scores, early.column("score"), [np.nan]])
     top, low = np.nanmax(seen, initial=-np.inf), np.nanmin(seen, initial=np.inf)
     if not (np.isfinite(top) and (top > 0 or top > low)):  # nothing but zeros is no success
@@ -79,9 +82,9 @@ def reward_saturated(run: RunRecord) -> Iterator[Finding]:
         "certain",
         steps,
         f"since step {steps[0]} nearly every answer has the best score, {top:.3g}: there is nothing left to learn from this "
-        "reward",
+        "reward on these rows",
         answers.most(scores),
-        "--rows with harder problems, or --reward with a finer one",
+        "--reward FINER",
     )
 
 
@@ -107,7 +110,7 @@ def flat_groups(run: RunRecord) -> Iterator[Finding]:
 
 
 def phantom_advantages(run: RunRecord) -> Iterator[Finding]:
-    """A fifth of the groups differ by less than a hundredth of all scores' spread and get advantages of full size."""
+    """A fifth of the answers differ from their group by less than a hundredth of all scores' spread, and train by it."""
     answers = run.answers()
     if answers is None or run.option("algorithm.name") != "grpo" or run.option("algorithm.scale") != "group":
         return
@@ -117,6 +120,8 @@ def phantom_advantages(run: RunRecord) -> Iterator[Finding]:
     level = np.nanmax(np.abs(scores), initial=0.0)
     # Rounding of float32 is flat already; what is left differs, but by nothing that anybody meant.
     tiny = (spread > 0) & (spread < 0.01 * max(float(np.nanstd(scores)), 0.01 * level)) & answers.trained()
+    size = np.array([0.0 if a is None else np.nanmax(np.abs(a), initial=0.0) for a in answers.lists("advantages")])
+    tiny &= size > 0.1
     if not np.mean(tiny) > 0.2:
         return
     first = run.answers(first=True)
@@ -125,7 +130,7 @@ def phantom_advantages(run: RunRecord) -> Iterator[Finding]:
         "certain",
         (first.step if first is not None else answers.step, answers.step),
         f"in step {answers.step} {np.mean(tiny):.0%} of the answers are in groups whose scores differ by about "
-        f"{np.median(spread[tiny]):.1g}, and dividing by that makes advantages of full size out of noise",
+        f"{np.median(spread[tiny]):.1g}, and dividing by that makes advantages of {np.median(size[tiny]):.2g} out of noise",
         answers.most(np.where(tiny, -spread, np.nan)),
         "--algorithm.scale batch",
     )
@@ -137,17 +142,19 @@ def dominating_part(run: RunRecord) -> Iterator[Finding]:
     if len(names) < 2 or run.files.command != "rl":
         return
     weights = run.option("reward_weights") or [1.0] * len(names)
-    if len(weights) != len(names):
+    if not isinstance(weights, list) or len(weights) != len(names) or not all(map(is_number, weights)):
         return
     curves = [run.curve(f"rewards/{name}/std") for name in names]
-    least = min(len(curve) for curve in curves)
-    if least < 5:
+    held = [dict(zip(curve.steps, curve.values.tolist(), strict=True)) for curve in curves]
+    common = [step for step in curves[0].steps if all(step in one for one in held)]
+    if len(common) < 5:
         return
-    parts = np.array([(w * c.values[-least:]) ** 2 for w, c in zip(weights, curves, strict=True)])
+    parts = np.array([[(w * one[step]) ** 2 for step in common] for w, one in zip(weights, held, strict=True)])
     share = parts / np.maximum(parts.sum(axis=0), 1e-30)
     top = int(share.mean(axis=1).argmax())
-    others = [i for i in range(len(names)) if i != top and curves[i].values.mean() > 1e-6 and weights[i]]
-    shared = Curve(steps=curves[0].steps[-least:], values=share[top])
+    others = [i for i in range(len(names)) if i != top and weights[i]]
+    varies = (parts[others] > 1e-12).any(axis=0) if others else np.zeros(len(common), bool)
+    shared = Curve(steps=common, values=np.where(varies, share[top], 0.0))
     steps = shared.lasting(lambda s: s > 0.98) if others else None
     if steps is None:
         return

@@ -1,0 +1,146 @@
+"""Logs of runs that may still grow. What was read once is not read again."""
+
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+from typing import Any, Generic, TypeVar
+
+from rolecall.look.run import is_evaluation, number_of
+
+_PRINT = 64
+"""Bytes before the end of what was read; if they differ, the file was cut and written on since."""
+_KEPT = 16
+"""Runs whose lines stay in memory."""
+
+Line = dict[str, Any]
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class Tail:
+    """The lines of a JSON lines file, brought up to date by `refresh`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: list[Line] = []
+        self.generation = 0
+        """Grows when what was read before is no longer what the file holds."""
+        self.damaged = 0
+        """Lines that are no JSON or have no step; they are left out."""
+        self._inode, self._end, self._print = 0, 0, b""
+
+    def refresh(self) -> None:
+        """Read what was appended; all again if the file is another, or was cut. A missing file has no lines."""
+        try:
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if not self._goes_on(file, found):
+                    self._forget(found.st_ino)
+                if found.st_size > self._end:
+                    file.seek(self._end)
+                    self._take(file.read(found.st_size - self._end))
+        except FileNotFoundError:
+            if self._inode:
+                self._forget(0)
+
+    def _goes_on(self, file: Any, found: os.stat_result) -> bool:
+        if found.st_ino != self._inode or found.st_size < self._end:
+            return False
+        file.seek(self._end - len(self._print))
+        return bool(file.read(len(self._print)) == self._print)
+
+    def _forget(self, inode: int) -> None:
+        self.generation += bool(self._inode)
+        self.lines, self.damaged = [], 0
+        self._inode, self._end, self._print = inode, 0, b""
+
+    def _take(self, appended: bytes) -> None:
+        whole = appended[: appended.rfind(b"\n") + 1]  # the rest is being written
+        for line in whole.splitlines():
+            read = read_line(line)
+            if read is None:
+                self.damaged += 1
+            else:
+                self.lines.append(read)
+        self._end += len(whole)
+        self._print = (self._print + whole)[-_PRINT:]
+
+
+def read_line(line: bytes) -> Line | None:
+    """A line of a log, numbers as numbers; None if it is none."""
+    try:
+        held = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(held, dict) or not isinstance(held.get("step"), int):
+        return None
+    return {name: number_of(value) for name, value in held.items()}
+
+
+class RunLog:
+    """The metrics and timings of a run, shared by all who look at it."""
+
+    def __init__(self, path: Path) -> None:
+        self._metrics, self._timing = Tail(path / "metrics.jsonl"), Tail(path / "timing.jsonl")
+        self._lock = Lock()
+
+    def read(self, *, seen: tuple[int, int, int] = (0, 0, 0)) -> "Lines":
+        """The lines after those that were `seen`, as an earlier `Lines.seen` counts them; all if the logs began again."""
+        with self._lock:
+            self._metrics.refresh()
+            self._timing.refresh()
+            generation = self._metrics.generation + self._timing.generation
+            fresh = seen[0] == generation
+            first, second = seen[1:] if fresh else (0, 0)
+            metrics, timing = self._metrics.lines, self._timing.lines
+            return Lines(
+                steps=[line for line in metrics[first:] if not is_evaluation(line)],
+                evaluations=[line for line in metrics if is_evaluation(line)],
+                timing=timing[second:],
+                seen=(generation, len(metrics), len(timing)),
+                restarted=not fresh and seen != (0, 0, 0),
+                damaged=self._metrics.damaged,
+            )
+
+
+class Lines:
+    """What `RunLog.read` found. Evaluations are few, and always all of them."""
+
+    def __init__(
+        self,
+        *,
+        steps: list[Line],
+        evaluations: list[Line],
+        timing: list[Line],
+        seen: tuple[int, int, int],
+        restarted: bool,
+        damaged: int,
+    ) -> None:
+        self.steps, self.evaluations, self.timing = steps, evaluations, timing
+        self.seen, self.restarted, self.damaged = seen, restarted, damaged
+
+
+class Recent(Generic[Key, Value]):
+    """What was made last, by key; the oldest goes when there are too many."""
+
+    def __init__(self, make: Callable[[Key], Value], *, most: int = _KEPT) -> None:
+        self._make, self._most = make, most
+        self._held: OrderedDict[Key, Value] = OrderedDict()
+        self._lock = Lock()
+
+    def __getitem__(self, key: Key) -> Value:
+        with self._lock:
+            if key not in self._held:
+                self._held[key] = self._make(key)
+                if len(self._held) > self._most:
+                    self._held.popitem(last=False)
+            self._held.move_to_end(key)
+            return self._held[key]
+
+
+def logs() -> Recent[Path, RunLog]:
+    """The logs of runs by their directory."""
+    return Recent(RunLog)

@@ -1,0 +1,222 @@
+"""What each page shows. Pages are rendered here, so that without scripts they still say all but the curves."""
+
+import os
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+
+from rolecall.errors import UserError
+from rolecall.look.charts import Chart, four_digits
+from rolecall.look.curves import thinned
+from rolecall.look.doctor.audit import findings_of
+from rolecall.look.doctor.marks import marked
+from rolecall.look.report import before_after, lead_of, run_charts, what_ran
+from rolecall.look.run import RunFiles
+from rolecall.look.view.logs import Recent
+from rolecall.look.view.runs import Runs, Summary
+from rolecall.train.lock import is_held
+from rolecall.visible import visible_text
+
+_POINTS = 2000
+"""Points of a line; of a longer run each stretch keeps its extremes."""
+_LOG_BYTES, _LOG_LINES = 1 << 14, 40
+_SPARK = (96, 24)
+
+
+class NotThere(UserError):
+    """A run or an answer that is not there."""
+
+
+class Pages:
+    """The pages over the runs of a directory."""
+
+    def __init__(self, runs: Runs, *, version: str) -> None:
+        """`version` is of the files that pages load."""
+        self.runs = runs
+        self._found: Recent[tuple[Path, int], list] = Recent(lambda key: findings_of(self.runs.files(key[0])))
+        env = Environment(
+            loader=PackageLoader("rolecall.look.view"),
+            autoescape=True,
+            finalize=_visible,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        env.globals.update(version=version, root=str(runs.root), spark=spark, four=four_digits, address=address)
+        self._env = env
+
+    # -- pages -----------------------------------------------------------------------------------------------------
+
+    def index(self) -> str:
+        """The table of runs, or what to run if there are none."""
+        found = self.runs.summaries()
+        return self._render("runs.html" if found else "empty.html", runs=found, now=time.time())
+
+    def table_key(self) -> object:
+        """Changes when the table does."""
+        return self.runs.summaries()
+
+    def run(self, run: str) -> str:
+        """One run."""
+        path = self.path(run)
+        summary, files = self.runs.summary(run, path), self.files(path)
+        return self._render(
+            "run.html",
+            run=summary,
+            lead=Markup(lead_of(files)),
+            seen="-".join(map(str, self.runs.logs[path].read().seen)),
+            damaged=self.runs.logs[path].read().damaged,
+            evaluated=Markup(before_after(files, held_out=True)),
+            ran=Markup(what_ran(files)),
+            resume=resume_command(summary, files),
+            log=self._log(path),
+            recorded=list(files.rollouts),
+            report=(path / "report.html").is_file(),
+        )
+
+    def error(self, sentence: str) -> str:
+        """A page that says why there is no other."""
+        return self._render("error.html", sentence=sentence)
+
+    # -- data ------------------------------------------------------------------------------------------------------
+
+    def curves(self, run: str) -> dict[str, Any]:
+        """All curves of a run, and how much of its logs that is."""
+        path = self.path(run)
+        files, seen = self.files(path), self.runs.logs[path].read().seen
+        return {"seen": seen, "charts": chart_values(*run_charts(files))}
+
+    def news(self, run: str, seen: tuple[int, ...]) -> dict[str, Any]:
+        """The points of a run's curves that came after those that were seen."""
+        path = self.path(run)
+        lines = self.runs.logs[path].read(seen=(seen[0], seen[1], seen[2]))
+        new = {"seen": lines.seen, "restarted": lines.restarted, "state": self.runs.summary(run, path).state}
+        if lines.seen == seen or lines.restarted:
+            return new
+        files = self.files(path)
+        fresh = replace(files, steps=lines.steps, timing=lines.timing)
+        return {**new, "charts": chart_values(*run_charts(fresh))}
+
+    def findings(self, run: str) -> dict[str, Any]:
+        """What the doctor finds, and the steps of each to shade."""
+        path = self.path(run)
+        files = self.files(path)
+        if not files.steps:
+            return {"found": [], "marks": {}}
+        found = self._found[path, files.last_step]
+        main, _ = run_charts(files)
+        return {
+            "found": [
+                {
+                    "kind": one.kind,
+                    "sure": one.sure,
+                    "steps": list(one.steps),
+                    "sentence": visible_text(one.sentence),
+                    "setting": visible_text(one.setting),
+                    "did": visible_text(one.did),
+                    "places": [list(place) for place in one.evidence],
+                }
+                for one in found
+            ],
+            "marks": {chart.name: [list(mark) for mark in chart.marks] for chart in marked(main, found) if chart.marks},
+        }
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def path(self, run: str) -> Path:
+        """Where a run lies."""
+        path = self.runs.path(run)
+        if path is None:
+            raise NotThere(f"there is no run {run!r} in {self.runs.root}; it may have been removed or renamed")
+        return path
+
+    def files(self, path: Path) -> RunFiles:
+        """A run as it is now; one whose first files are still to come has none of what they say."""
+        if not (path / "run.json").exists() and is_held(path):
+            raise UserError(f"{path.name} is being built and has written nothing yet; this page shows it when it has")
+        return self.runs.files(path)
+
+    def _log(self, path: Path) -> tuple[str, str] | None:
+        """(name, last lines) of what the run printed."""
+        file = self.runs.log_of(path)
+        if file is None:
+            return None
+        with file.open("rb") as held:
+            size = held.seek(0, os.SEEK_END)
+            held.seek(max(0, size - _LOG_BYTES))
+            text = held.read(_LOG_BYTES).decode("utf-8", "replace")
+        lines = [line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").rstrip("\n").split("\n")]
+        return file.name, "\n".join(lines[-_LOG_LINES:])
+
+    def _render(self, template: str, **given: Any) -> str:
+        return self._env.get_template(template).render(**given).encode("utf-8", "replace").decode()
+
+
+def _visible(value: Any) -> Any:
+    """Whatever goes into a page: what cannot be seen is spelt out. What is markup already was made so."""
+    return visible_text(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def chart_values(main: Sequence[Chart], rest: Sequence[Chart]) -> list[dict[str, Any]]:
+    """Charts as the page's script reads them."""
+    charts = [*((chart, True) for chart in main), *((chart, False) for chart in rest)]
+    return [{**_chart(thinned(chart, _POINTS)), "main": first} for chart, first in charts]
+
+
+def _chart(chart: Chart) -> dict[str, Any]:
+    return {
+        "name": chart.name,
+        "title": visible_text(chart.title),
+        "about": visible_text(chart.about),
+        "xs": list(chart.xs),
+        "series": [{"label": visible_text(s.label), "ys": [_short(y) for y in s.ys]} for s in chart.series],
+        "stacked": chart.stacked,
+    }
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
+
+
+def address(run: str, *parts: object, **query: object) -> str:
+    """The address of a run, or of something of it."""
+    path = "/".join(["/run", quote(run, safe=":"), *(quote(str(part), safe="") for part in parts)])
+    given = "&".join(
+        f"{quote(name)}={quote(str(value), safe='')}" for name, value in query.items() if value not in (None, "")
+    )
+    return f"{path}?{given}" if given else path
+
+
+def spark(values: Sequence[float]) -> str:
+    """The points of a small line."""
+    width, height = _SPARK
+    low, high = min(values), max(values)
+    span, last = (high - low) or 1.0, max(1, len(values) - 1)
+    place = partial(_place, width=width, height=height)
+    return " ".join(place(i / last, (value - low) / span) for i, value in enumerate(values))
+
+
+def _place(x: float, y: float, *, width: int, height: int) -> str:
+    return f"{1 + x * (width - 2):.1f},{2 + (1 - y) * (height - 4):.1f}"
+
+
+def resume_command(run: Summary, files: RunFiles) -> str:
+    """What goes on with a run that is not running."""
+    path = files.path
+    here = Path.cwd()
+    shown = path.relative_to(here) if path.is_relative_to(here) else path
+    processes = files.about.get("processes", 1)
+    start = (
+        f"torchrun --nproc_per_node {processes} -m rolecall"
+        if isinstance(processes, int) and processes > 1
+        else "rolecall"
+    )
+    more = " --steps +100" if run.state == "done" else ""
+    return f"{start} {files.command} --out {shlex.quote(str(shown))} --resume{more}"

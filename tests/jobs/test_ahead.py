@@ -1,0 +1,174 @@
+"""Sampling ahead of training: which weights answer a step is a function of its number, so nothing depends on the clock."""
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from resume_driver import ROWS, Letters, differing, interrupt, options
+from safetensors.torch import load_file
+
+from rolecall.config.merge import ConfigError
+from rolecall.errors import UserError
+from rolecall.experience.store import read_rollouts
+from rolecall.jobs import data, running
+from rolecall.rollout.engine import weights_hash
+from rolecall.train.exit_codes import ExitCode
+
+STEPS = 5
+SMALL = {"steps": STEPS, "save.every": 0}
+
+
+class Slow(Letters):
+    """Takes as long as its numbers say."""
+
+    def __init__(self, delays=lambda: 0.0):
+        self.delays, self.threads = delays, set()
+
+    def score(self, samples, *, state=None):
+        self.threads.add(threading.current_thread().name)
+        time.sleep(self.delays())
+        return super().score(samples, state=state)
+
+
+def run(kind, out, *, reward=None, callbacks=(), **more):
+    before, data.open_reward = data.open_reward, lambda *args, **kwargs: reward or Slow()
+    try:
+        return running.run(options(kind, out, **SMALL | more), callbacks=callbacks)
+    finally:
+        data.open_reward = before
+
+
+def lines(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """By the number of steps ahead, with a checkpoint after each step."""
+    place = tmp_path_factory.mktemp("ahead")
+    for ahead in (1, 3):
+        run("grpo", place / str(ahead), ahead=ahead, **{"save.every": 1, "save.keep": 9})
+    return place
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_every_step_is_sampled_by_the_version_that_its_number_says(finished, ahead):
+    path = finished / str(ahead)
+    assert [line["async/staleness"] for line in lines(path)] == [min(s, ahead) for s in range(STEPS)]
+    for step in range(STEPS):
+        version = max(0, step - ahead)
+        found = read_rollouts(path / "rollouts" / f"step-{step + 1:06d}.parquet")
+        assert {t.policy_version for t in found.trajectories} == {version}
+        if version:
+            weights = load_file(path / "checkpoints" / f"step-{version:06d}" / "model.safetensors")
+            assert found.model == weights_hash(weights, torch.float32)
+
+
+def test_what_is_ahead_is_sampled_beside_training_and_0_is_the_run_without(tmp_path):
+    reward = Slow()
+    run("grpo", tmp_path / "ahead", reward=reward, ahead=1, steps=2)
+    assert reward.threads == {"rolecall-ahead"}
+    run("grpo", tmp_path / "without", reward=reward, steps=2)
+    run("grpo", tmp_path / "zero", ahead=0, steps=2)
+    assert reward.threads == {"rolecall-ahead", "MainThread"}
+    assert differing(tmp_path / "without", tmp_path / "zero") == []
+
+
+@settings(max_examples=4)
+@given(seed=st.integers(0, 2**32), ahead=st.sampled_from([1, 3]))
+def test_the_bytes_do_not_depend_on_how_long_anything_takes(finished, tmp_path_factory, seed, ahead):
+    rng = random.Random(seed)
+    scoring, training = rng.choice([(0.0, 0.12), (0.12, 0.0), (0.06, 0.06)])
+    reward = Slow(lambda: rng.random() * scoring)
+    out = tmp_path_factory.mktemp("delays") / "run"
+
+    class Pausing:
+        def on_step(self, control, metrics):
+            time.sleep(random.Random(seed + control.step).random() * training)
+
+    run("grpo", out, reward=reward, callbacks=[Pausing()], ahead=ahead, **{"save.every": 1, "save.keep": 9})
+    assert differing(out, finished / str(ahead)) == []
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("ahead", 1), ("ahead-agents", 2), ("ahead-replay", 3)])
+def test_killed_at_random_moments_and_resumed_it_ends_with_the_same_bytes(tmp_path, kind, seed):
+    """Three kinds of run: answers, episodes and replay. Each is killed in a save, stopped and killed."""
+    result = interrupt(kind, tmp_path, seed=seed, saves=1, terms=2)
+    assert result["differing"]
+    assert all(files == [] for files in result["differing"]), result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ahead", "ahead-agents", "ahead-replay"])
+def test_killed_twenty_times(tmp_path, kind):
+    result = interrupt(kind, tmp_path, seed=7, saves=10, terms=20)
+    assert all(files == [] for files in result["differing"]), result
+
+
+def test_a_pool_of_workers_samples_the_same(finished, tmp_path):
+    run("grpo", tmp_path / "pool", ahead=1, **{"engine.workers": 1, "save.every": 1, "save.keep": 9})
+    odd = differing(tmp_path / "pool", finished / "1")
+    assert [name for name in odd if not name.endswith("manifest.json")] == []  # it holds engine.workers
+    last = json.loads((tmp_path / "pool" / "timing.jsonl").read_text().splitlines()[-1])
+    assert {"wait", "generate", "workers/busy"} <= last.keys()
+
+
+def test_steps_can_be_added_but_no_step_can_be_sampled_by_weights_that_are_gone(finished, tmp_path):
+    run("grpo", tmp_path / "run", ahead=1, steps=2)
+    run("grpo", tmp_path / "run", ahead=1, steps=STEPS, resume=True)
+    assert lines(tmp_path / "run") == lines(finished / "1")
+    with pytest.raises(
+        UserError, match=r"step 6 is sampled by version 3 of the weights with async\.ahead 2, which the"
+    ):
+        run("grpo", tmp_path / "run", ahead=2, steps=6, resume=True)
+    run("grpo", tmp_path / "run", ahead=0, steps=6, resume=True)
+
+
+def test_a_reward_that_hangs_does_not_keep_a_stopped_run_from_saving(finished, tmp_path):
+    calls = iter([0.0, 0.0, 60.0])
+
+    class Hanging(Slow):
+        def score(self, samples, *, state=None):
+            if (pause := next(calls)) > 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(pause)
+            return super().score(samples, state=state)
+
+    begun = time.monotonic()
+    stopped = run("grpo", tmp_path / "run", reward=Hanging(), ahead=1, grace=0.3).outcome
+    assert time.monotonic() - begun < 20
+    assert stopped.exit_code == ExitCode.TERMINATED
+    assert stopped.step in (1, 2)
+    run("grpo", tmp_path / "run", ahead=1, resume=True)
+    assert lines(tmp_path / "run") == lines(finished / "1")
+
+
+def test_what_goes_wrong_while_sampling_is_the_error_of_the_run(tmp_path):
+    class Broken(Slow):
+        def score(self, samples, *, state=None):
+            raise UserError("this reward is no good")
+
+    with pytest.raises(UserError, match="this reward is no good"):
+        run("grpo", tmp_path / "run", reward=Broken(), ahead=1)
+
+
+def test_the_correction_is_chosen_and_said(tmp_path):
+    def line(**more):
+        return options("grpo", tmp_path, rows=ROWS, **more).ahead_line
+
+    assert line() is None
+    assert line(ahead=2).endswith("beside training; corrected by token weights within 0 .. 2 (truncate)")
+    assert options("grpo", tmp_path, ahead=1).old_source == "recompute"
+    assert "the loss clips" in line(ahead=2, **{"algorithm.old_logprobs": "behaviour"})
+    assert "the gradient is biased" in line(ahead=2, **{"replay.weigh_fresh": False})
+    with pytest.raises(ConfigError, match=r"async\.ahead is a number of steps, 0 or more"):
+        options("grpo", tmp_path, ahead=-1)
+    with pytest.raises(ConfigError, match="nothing can be sampled ahead"):
+        options("grpo", tmp_path, ahead=1, from_run="runs/x")
