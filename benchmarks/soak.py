@@ -74,8 +74,8 @@ KINDS = {
     "2 ranks": [*RL, "--preset", "grpo", *LETTERS, "--rank_timeout", "20"],
 }
 FAULTS = ("kill", "kill", "term", "int", "hang", "disk")
-FINE = {0, 1, 74, 75, 130, 143, -9, -2, -15}
-"""How a disturbed process may end; 1 is torchrun's, whatever its processes end with."""
+FINE = {"kill": {-9}, "term": {143, -15}, "int": {130, -2}, "hang": {143, -15}, "disk": {74, 143, -15}}
+"""How a disturbed process may end beside 0: by the signal if it had not begun yet. Torchrun ends as it likes."""
 
 
 def command(kind: str, place: Path, out: Path, *, resume: bool) -> list[str]:
@@ -103,10 +103,10 @@ def started(words: list[str], place: Path) -> Iterator[subprocess.Popen]:
             process.wait()
 
 
-def disturb(process: subprocess.Popen, fault: str, place: Path, disk: Path, rng: random.Random) -> int | None:
-    """Do it at a random moment; the process's exit code, or None if it must be ended by hand."""
+def disturb(process: subprocess.Popen, fault: str, place: Path, disk: Path, moment: float) -> tuple[str, int | None]:
+    """Do it after `moment` seconds; what was done, and the exit code, or None if the process must be ended by hand."""
     with suppress(subprocess.TimeoutExpired):
-        return process.wait(rng.uniform(4, 16))
+        return "end", process.wait(moment)
     if fault == "kill":
         os.killpg(process.pid, signal.SIGKILL)
     elif fault in ("term", "int"):
@@ -123,12 +123,12 @@ def disturb(process: subprocess.Popen, fault: str, place: Path, disk: Path, rng:
         time.sleep(3)
         filled.unlink()
         with suppress(subprocess.TimeoutExpired):
-            return process.wait(rng.uniform(2, 8))
+            return fault, process.wait(moment / 2)
         process.send_signal(signal.SIGTERM)
     try:
-        return process.wait(60)
+        return fault, process.wait(60)
     except subprocess.TimeoutExpired:
-        return None
+        return fault, None
     finally:
         (place / "flag").unlink(missing_ok=True)
 
@@ -154,19 +154,25 @@ def soak(kind: str, place: Path, disk: Path, rng: random.Random, until: float) -
     from resume_driver import differing
 
     (place / "reward.py").write_text(REWARD.format(flag=str(place / "flag")))
-    whole, broken = disk / "whole", disk / "broken"
+    whole, broken, begun = disk / "whole", disk / "broken", time.monotonic()
     with started(command(kind, place, whole, resume=False), place) as process:
         if process.wait(300) != 0:
             sys.exit(f"{kind}: {(place / 'said.txt').read_text()[-2000:]}")
+    length = time.monotonic() - begun
     wrong, ends, left, finished = [], Counter(), leftovers(place), 0
     while time.monotonic() < until or not finished:
         fault = rng.choice(FAULTS) if time.monotonic() < until else "none"
         if fault == "hang" and kind in ("agents", "qmix"):
             fault = "term"
         with started(command(kind, place, broken, resume=broken.is_dir()), place) as process:
-            code = process.wait(300) if fault == "none" else disturb(process, fault, place, disk, rng)
-        ends[fault if code else "end"] += 1
-        if code not in FINE or (fault == "none" and code != 0):
+            done, code = (
+                ("end", process.wait(300))
+                if fault == "none"
+                else disturb(process, fault, place, disk, rng.uniform(0.3, 1.0) * length)
+            )
+        ends[done] += 1
+        fine = FINE.get(done, set()) | ({1, -2, -15} if kind == "2 ranks" and done != "end" else set())
+        if code not in fine | {0}:
             wrong.append(f"{fault}: exit code {code}: {(place / 'said.txt').read_text()[-300:]}")
             shutil.rmtree(broken, ignore_errors=True)
             finished += fault == "none"

@@ -47,34 +47,42 @@ def test_first_there_is_nothing_then_a_run_appears_by_itself(here, server, runs)
     assert here.complaints() == []
 
 
-def test_a_curve_moves_while_a_real_run_trains(here, server, runs):
-    words = ["rl", "--preset", "grpo", "--model", "tiny", "--rows", "sorting", "--steps", "200", "--prompts", "2"]
-    words += ["--samples", "2", "--sampling.max_new_tokens", "4", "--out", "trains", "--eval.every", "0"]
-    run = subprocess.Popen([*CALL, *words], cwd=runs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def test_a_curve_moves_while_a_real_run_trains_and_shows_its_own_view(here, server, runs):
+    words = ["rl", "--preset", "grpo", "--model", "tiny", "--rows", "sorting", "--steps", "400", "--prompts", "2"]
+    words += [
+        "--samples",
+        "2",
+        "--sampling.max_new_tokens",
+        "4",
+        "--out",
+        "trains",
+        "--view",
+        "--algorithm.entropy_coef",
+        "0.01",
+    ]
+    run = subprocess.Popen([*CALL, *words], cwd=runs, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        here.until(
-            lambda: (runs / "trains" / "metrics.jsonl").is_file() and (runs / "trains" / "run.json").is_file(),
-            seconds=60,
-        )
-        here.open(f"{server.base}/run/trains")
-        first = here.until(lambda: values(here, "reward"), seconds=20)
-        here.until(lambda: values(here, "reward")[0] != first[0])
+        address = next(line.removeprefix("view: ").strip() for line in run.stderr if line.startswith("view: "))
+        here.open(address)
+        assert here.driver.current_url.endswith("/run/trains")
+        first = here.until(lambda: values(here, "entropy"), seconds=20)
+        here.until(lambda: values(here, "entropy")[0] != first[0])
         assert here.one("h1 .state").text == "running"
-        logged = int(here.js("return document.body.dataset.points"))
-        time.sleep(0.2)
-        begin, size = time.monotonic(), len((runs / "trains" / "metrics.jsonl").read_text().splitlines())
-        here.until(lambda: int(here.js("return document.body.dataset.points")) >= size)
-        assert time.monotonic() - begin < 2
-        assert size >= logged
-        assert here.js("return document.querySelector('#curve-reward canvas').width") > 0
-        run.kill()
-        run.wait()
-        here.until(lambda: here.one("h1 .state").text == "crashed", seconds=15)
-        assert "--resume" in here.one(".command code").text
+        written, seen = len((runs / "trains" / "metrics.jsonl").read_text().splitlines()), time.monotonic()
+        here.until(lambda: int(here.js("return document.body.dataset.points")) >= written)
+        assert time.monotonic() - seen < 2, "a line is on the page within two seconds"
+        assert here.js("return document.querySelector('#curve-entropy canvas').width") > 0
         assert here.complaints() == []
+        run.kill()
+        here.until(lambda: "does not answer any more" in here.one("#said").text, seconds=20)
+        here.open(f"{server.base}/run/trains")
+        assert here.one("h1 .state").text == "crashed"
+        assert here.one(".command code").text.startswith("rolecall rl --out ")
+        assert here.one(".command code").text.endswith("trains --resume")
     finally:
         run.kill()
         run.wait()
+        run.stderr.close()
 
 
 def test_a_run_that_is_cut_replaced_torn_or_deleted_never_breaks_the_page(here, server, runs):

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from served import KEY, app_of, serving
+from served import KEY, Options, app_of, serving
 
 from rolecall.config.parts import EngineOptions
 from rolecall.config.use import ServeOptions
@@ -12,14 +12,6 @@ from rolecall.errors import UserError
 from rolecall.jobs.models import sampler
 from rolecall.policy.load import load
 from rolecall.serving.app import App
-from rolecall.types import Sampling
-
-
-class Options:
-    def __init__(self, *urls, **engine):
-        self.engine = EngineOptions(servers=urls, worker_silence=2.0, **engine)
-        self.sampling = Sampling(max_new_tokens=12)
-        self.policy = type("Policy", (), {"mixed_precision": "no"})
 
 
 class Without(App):
@@ -114,7 +106,7 @@ def test_servers_that_differ_or_are_not_what_is_said(monkeypatch):
             UserError, match=f"engine.servers differ: {one} computes in float32, {two} computes in bfloat16"
         ):
             sampler(load("tiny"), Options(one, two))
-        with pytest.raises(UserError, match=r"engine.dtype is bfloat16, but the servers have float32"):
+        with pytest.raises(UserError, match=r"engine.dtype is bfloat16, but servers have float32"):
             sampler(load("tiny"), Options(one, dtype="bfloat16"))
 
 

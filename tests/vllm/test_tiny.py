@@ -16,7 +16,6 @@ from rolecall.errors import UserError
 from rolecall.policy.load import load, save
 from rolecall.remote import vllm as dialect
 from rolecall.remote.vllm import VllmDialect
-from rolecall.train.tripwires import Tripwire
 from rolecall.types import Finish, Request, Sampling
 
 pytestmark = pytest.mark.vllm
@@ -294,7 +293,7 @@ def test_a_load_that_fails_once_is_done_again(url, monkeypatch, caplog):
         )
 
 
-def test_another_temperature_ends_the_run_in_its_first_step(url, monkeypatch, tmp_path):
+def test_another_temperature_is_noticed_before_the_first_step(url, monkeypatch, tmp_path):
     body = dialect._body
 
     def deaf(request, name):
@@ -303,8 +302,9 @@ def test_another_temperature_ends_the_run_in_its_first_step(url, monkeypatch, tm
         return made
 
     monkeypatch.setattr(dialect, "_body", deaf)
-    hot = {**RUN, "sampling": {"max_new_tokens": 12, "temperature": 0.7}}
-    with pytest.raises(Tripwire, match="step 1"):
+    save(changed(9, by=0.2), tmp_path / "model")
+    hot = {**RUN, "model": str(tmp_path / "model"), "sampling": {"max_new_tokens": 12, "temperature": 0.7}}
+    with pytest.raises(UserError, match=r"does not draw at temperature 0\.7"):
         rolecall.rl(preset="grpo", steps=3, out=str(tmp_path / "run"), engine={"servers": [url]}, **hot)
 
 

@@ -33,6 +33,8 @@ class RunOptions:
     device: str = "auto"
     """Where the model trains: `cpu`, `cuda`, `cuda:1`, `mps` or `xpu`; `auto` is the accelerator if torch finds one, else the CPU.
     The native engine samples on the CPU, so elsewhere answers come from the hf engine."""
+    view: bool = False
+    """Start `rolecall view` beside the run and print the address of its page; it ends with the run (needs `rolecall[view]`)."""
     quiet: bool = False
     """Say nothing while running."""
 

@@ -35,7 +35,7 @@ from rolecall.recipes.records import Records
 from rolecall.recipes.rl import RLLearner, engine_weights
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine, warn_if_support_is_cut
-from rolecall.rollout.versions import Pinned, Published
+from rolecall.rollout.pinned import Pinned, Published
 from rolecall.tasks.rows import Rows
 from rolecall.tasks.sources import RowsSource
 from rolecall.train.callbacks import Given

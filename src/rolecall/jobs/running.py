@@ -1,6 +1,7 @@
 """One way from a call to a run: its options, the parts its command builds, the run directory, the loop, the final model."""
 
 import gc
+import logging
 import os
 import shutil
 import uuid
@@ -29,6 +30,7 @@ from rolecall.jobs.notebook import spoken
 from rolecall.jobs.report import report_at_the_end
 from rolecall.jobs.resuming import describe, resume
 from rolecall.jobs.tracking import FOLDER, start_trackers, tracker_names
+from rolecall.jobs.view import check_view, view_beside
 from rolecall.look.inline import run_html
 from rolecall.policy.device import open_device
 from rolecall.train.callbacks import Callbacks, Given, check_callbacks
@@ -43,7 +45,9 @@ from rolecall.train.rundir import RunDir, RunDirError, check_new, disk_errors
 from rolecall.train.state import first_non_finite
 from rolecall.train.timing import Timer
 
-_HOW = ("out", "resume", "extend", "strict", "overwrite", "grace", "rank_timeout", "quiet")
+_log = logging.getLogger("rolecall")
+
+_HOW = ("out", "resume", "extend", "strict", "overwrite", "grace", "rank_timeout", "view", "quiet")
 """Options that say how a run is started, not what it is; they are not part of its configuration."""
 
 
@@ -135,6 +139,8 @@ def run(
     `build` makes the run's parts; that of the command's own module if not given.
     """
     check_callbacks(callbacks)
+    if options.view:
+        check_view()
     if options.extend:
         passes = {"epochs": None} if options.either else {}
         options = replace(options, steps=options.steps + options.extend, **passes)
@@ -196,6 +202,8 @@ def _run(job: Job, build: Callable[[Job], Built], progress: Progress, peers: Pee
         path = run.path
         job.stack.enter_context(disk_errors(path))
         built.watch_run(run)
+        if options.view:
+            job.stack.enter_context(view_beside(path, _log.warning if isinstance(progress, Quiet) else progress.say))
     log = start_trackers(accelerator, options, config, path)
     loop = Loop(
         built.learner,

@@ -48,8 +48,8 @@ def rollouts_view(run: RunFiles, *, name: str, shown_steps: int) -> tuple[str, l
             return f'<p class="note">A run of {text(run.command)} samples nothing, so it records no rollouts.</p>', []
         why = "<code>save.rollouts</code> says how many steps stay, and every 50th stays in any case"
         return f'<p class="note">This run has no rollouts in its directory: {why}.</p>', []
-    unit = "step" if run.command == "marl" else "token"
-    view, drawn_from = token_view(name, [_sample_set(run, step, unit) for step in steps], unit=unit)
+    unit = unit_of(run)
+    view, drawn_from = token_view(name, [sample_set(run, step, unit=unit) for step in steps], unit=unit)
     about = {
         "token": "Every token of some answers, coloured by a number of your choice.",
         "step": "Every step of some agents' episodes, by the action taken, coloured by a number of your choice.",
@@ -64,14 +64,21 @@ def kl_kind_of(options: Mapping[str, Any]) -> str:
     return kind if kind != "auto" else "k3" if options.get("kl_in") == "loss" else "k1"
 
 
-def _sample_set(run: RunFiles, step: int, unit: str) -> SampleSet:
+def unit_of(run: RunFiles) -> str:
+    """What a position is called."""
+    return "step" if run.command == "marl" else "token"
+
+
+def sample_set(run: RunFiles, step: int, *, unit: str, rows: Sequence[int] | None = None) -> SampleSet:
+    """The answers of a step that are worth a look, or those in these rows; and others of their groups."""
     algorithm = run.config.get("algorithm")
     options: Mapping[str, Any] = algorithm if isinstance(algorithm, dict) else {}
     clip = None
     if options.get("name") in ("grpo", "ppo") and is_number(options.get("clip_low")):
         clip = (1 - float(options["clip_low"]), 1 + float(options["clip_high"]))
     record = read_step(step, run.rollouts[step], run.updates.get(step))
-    chosen, left = samples(record, clip=clip, kl_kind=kl_kind_of(options), unit=unit)
+    wanted = None if rows is None else {row: [f"answer {row}"] for row in rows}
+    chosen, left = samples(record, clip=clip, kl_kind=kl_kind_of(options), unit=unit, chosen=wanted)
     notes = []
     if record.updates is not None:
         logged = next((line.get("loss") for line in run.steps if line["step"] == step), None)
@@ -132,12 +139,12 @@ def choose(record: StepRecord, *, clip: tuple[float, float] | None) -> dict[int,
             chosen.setdefault(max(found, key=key), []).append(label)
 
     known = np.flatnonzero(~np.isnan(score)).tolist()
-    cut_off = [i for i, finish in enumerate(table["finish"].to_pylist()) if _cut_off(finish)]
+    limited = [i for i, finish in enumerate(table["finish"].to_pylist()) if cut_off(finish)]
     lengths = _answer_lengths(table)
     take("best", known, lambda i: (score[i], pull[i], -i))
     take("worst", known, lambda i: (-score[i], pull[i], -i))
     take("longest", range(len(table)), lambda i: (lengths[i], -i))
-    take("truncated", cut_off, lambda i: (pull[i], lengths[i], -i))
+    take("truncated", limited, lambda i: (pull[i], lengths[i], -i))
     clipped = _clipped_counts(record, clip)
     take("most clipped", np.flatnonzero(clipped).tolist(), lambda i: (clipped[i], -i))
     take("pulls hardest", np.flatnonzero(pull > 0).tolist(), lambda i: (pull[i], -i))
@@ -148,10 +155,15 @@ def choose(record: StepRecord, *, clip: tuple[float, float] | None) -> dict[int,
 
 
 def samples(
-    record: StepRecord, *, clip: tuple[float, float] | None, kl_kind: str, unit: str
+    record: StepRecord,
+    *,
+    clip: tuple[float, float] | None,
+    kl_kind: str,
+    unit: str,
+    chosen: Mapping[int, list[str]] | None = None,
 ) -> tuple[list[Sample], int]:
     """The chosen trajectories, then as many others of their groups as there is room for; and how many had none."""
-    table, chosen = record.rollouts, choose(record, clip=clip)
+    table, chosen = record.rollouts, choose(record, clip=clip) if chosen is None else chosen
     lengths = np.minimum(Ragged.read(table["ids"]).lengths, 2 * KEPT)
     # The agents of an episode belong side by side, as the answers to a prompt do.
     groups = table["episode" if unit == "step" else "group"].to_pylist()
@@ -297,7 +309,8 @@ def _kl(now: Sequence[float | None], ref: Sequence[float | None], kind: str) -> 
     return [None if np.isnan(value) else float(value) for value in found]
 
 
-def _cut_off(finish: str) -> bool:
+def cut_off(finish: str) -> bool:
+    """Whether a limit ended it."""
     return finish in set(Finish) and Finish(finish).truncated
 
 

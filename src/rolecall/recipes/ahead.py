@@ -19,7 +19,7 @@ from typing import Any
 from rolecall.errors import UserError
 from rolecall.recipes.collect import Collected, Collector
 from rolecall.rewards.records import Reward
-from rolecall.rollout.versions import Pinned, Stopped
+from rolecall.rollout.pinned import Pinned, Stopped
 from rolecall.train.data import RowOrder
 from rolecall.train.timing import Timer
 

@@ -12,11 +12,12 @@ import shutil
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from math import ceil
 from pathlib import Path
 from time import monotonic
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -25,11 +26,14 @@ from torch import Tensor
 from rolecall.config.parts import EngineOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel
+from rolecall.policy.model import PolicyModel
 from rolecall.remote.connection import Background, Connection
-from rolecall.remote.dialect import About, Dialect, Published, ServerLostError, ServerRefusedError
+from rolecall.remote.dialect import About, Dialect, Published, ServerLostError
+from rolecall.remote.fleet import Ended, Fleet, Unit
 from rolecall.remote.ours import RolecallDialect
-from rolecall.remote.probe import Expected, Scorer, trainer_scores
-from rolecall.remote.server import Server, StaleServerError, Wanted, refusal
+from rolecall.remote.probe import Expected, Scorer, scored, trainer_scores
+from rolecall.remote.rehearsal import disturbed, draw_requests, drawn_wrong
+from rolecall.remote.server import Server, StaleServerError, Wanted
 from rolecall.remote.vllm import VllmDialect
 from rolecall.rollout.engine import (
     Engine,
@@ -38,75 +42,17 @@ from rolecall.rollout.engine import (
     check_request,
     check_weights,
     in_units,
-    unanswered,
 )
 from rolecall.rollout.published import own_directory, write_weights
 from rolecall.rollout.stops import Ticket
 from rolecall.train.manifest import seal_model
-from rolecall.types import Completion, Finish, Request, Sampling
+from rolecall.types import Completion, Request, Sampling
 
 _log = logging.getLogger("rolecall.rollout")
 
 DIALECTS: tuple[Dialect, ...] = (RolecallDialect(), VllmDialect())
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_TRIES = 3
-"""How often a unit is tried, beyond twice for each server, before its failures end the run."""
-_LONGEST_PAUSE_S = 5.0
 _FILE = "model.safetensors"
-
-Ended = tuple[Ticket, Completion] | Exception
-
-
-@dataclass(eq=False, slots=True)
-class _Unit:
-    """Requests that are answered together."""
-
-    tickets: Sequence[Ticket]
-    out: "queue.SimpleQueue[Ended]"
-    tries: int = 0
-    task: "asyncio.Task[None] | None" = None
-    answered: bool = False
-
-    def settle(self, completions: Sequence[Completion]) -> None:
-        """Hand the answers over, once. Those of requests that were cancelled in the meantime end as aborted."""
-        if self.answered:
-            return
-        self.answered, found = True, iter(completions)
-        for ticket in self.tickets:
-            for completion in (next(found) for _ in range(ticket.request.n)):
-                ended = replace(completion, finish=Finish.ABORT) if ticket.cancelled else completion
-                self.out.put((ticket, ended))
-
-    def cut(self) -> bool:
-        """True if none of its requests is waited for any more; then they have ended, as they were."""
-        cuts = [ticket.cut() for ticket in self.tickets]
-        if not all(cuts):
-            return False
-        self.settle(
-            [
-                unanswered(t.request, i, c)
-                for t, c in zip(self.tickets, cuts, strict=True)
-                for i in range(t.request.n)
-                if c
-            ]
-        )
-        return True
-
-
-@dataclass(slots=True)
-class _State:
-    """What the event loop's thread knows."""
-
-    servers: list[Server]
-    units: deque[_Unit] = field(default_factory=deque)
-    """Those that wait."""
-    running: set[_Unit] = field(default_factory=set)
-    published: Published | None = None
-    dark: float | None = None
-    """Since when no server can be asked."""
-    recoveries: "dict[Server, asyncio.Task[None]]" = field(default_factory=dict)
-    dead: Exception | None = None
-    """Why nothing is answered any more."""
 
 
 class ServerEngine(Engine):
@@ -138,12 +84,12 @@ class ServerEngine(Engine):
         self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         self._background, self._scorer = Background(), scorer
         try:
-            self._state = _State(self._background.run(self._open(urls, key)))
-            self._check(options, sampling)
-            self._expected = Expected.of(policy, trainer=trainer, servers=self.dtype)
-            servers = self._state.servers
+            servers = self._background.run(self._open(urls, key))
+            self._check(servers, sampling)
             self.context_length = min(policy.context_length, *(server.about.context_length for server in servers))
-            self.load(dict(policy.model.named_parameters()), 0)
+            self._expected = Expected.of(policy, trainer=trainer, servers=self.dtype)
+            self.fleet = Fleet(servers, options, wanted=self._wanted, expected=self._expected, add=self._add)
+            self._rehearse(policy, sampling)
         except BaseException:
             self.close()
             raise
@@ -155,38 +101,58 @@ class ServerEngine(Engine):
         opened = (Server.open(connection, DIALECTS, silence=o.worker_silence) for connection in connections)
         return list(await asyncio.gather(*opened))
 
-    def _check(self, options: EngineOptions, sampling: Sampling) -> None:
+    def _check(self, servers: Sequence[Server], sampling: Sampling) -> None:
         """What servers are must fit the model, each other, and what was said of them."""
-        for server in self._state.servers:
+        for server in servers:
             server.check(self._wanted)
-        self.about = _alike(self._state.servers)
-        for what, told, found in (
-            ("name", options.name, self.about.engine),
-            ("dtype", options.dtype, self.about.dtype),
-        ):
+        self.about, self.dialect, o = _alike(servers), servers[0].dialect, self.options
+        for what, told, found in (("name", o.name, self.about.engine), ("dtype", o.dtype, self.about.dtype)):
             if told not in (None, "auto", found):
-                raise UserError(
-                    f"engine.{what} is {told}, but the servers have {found}: leave it out, or start them so"
-                )
-        self.dialect, self.dtype = self._state.servers[0].dialect, getattr(torch, self.about.dtype)
+                raise UserError(f"engine.{what} is {told}, but servers have {found}: leave it out, or start them so")
+        self.dtype: torch.dtype = getattr(torch, self.about.dtype)
         self._check_sampling(sampling)
+
+    def _rehearse(self, policy: LoadedModel, sampling: Sampling) -> None:
+        """Load weights that were disturbed, then those of the start, and see that tokens are drawn as they should be."""
+        model = policy.model
+        with disturbed(model) as weights:
+            how: dict[str, Any] = {"temperature": 1.0, "token_budget": 8192, "device": model.device}
+            self._load(weights, 0, partial(scored, PolicyModel(model), **how))
+        for server in self.fleet.servers:
+            server.gap = None
+        self.load(dict(model.named_parameters()), 0)
+        self._expected.forget()
+        asked, logprobs = draw_requests(policy, self._expected.sequences, sampling)
+        for server in [server for server in self.fleet.servers if server.ready]:
+            try:
+                drawn = self._background.run(server.answer(asked, version=0, seconds=None))
+            except (ServerLostError, StaleServerError) as error:
+                raise UserError(f"engine.servers {server.url}: {error}; start it again", exit_code=75) from error
+            if (off := drawn_wrong(drawn, logprobs)) is not None:
+                raise UserError(
+                    f"engine.servers {server.url} does not draw at temperature {sampling.scoring_temperature:g}, as it is "
+                    f"told: the log-probs of {len(drawn)} tokens that it drew are {off:+.1f} standard deviations off"
+                )
 
     # -- weights -------------------------------------------------------------------------------------------------
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Publish weights and wait until every server that can be reached has them and scores as the trainer does."""
+        self._load(weights, version, self._scorer)
+
+    def _load(self, weights: Mapping[str, Tensor], version: int, scorer: Scorer) -> None:
         check_weights(weights, self._shapes)
         published = self._publish(weights, version)
-        self._expected.publish(trainer_scores(self._scorer, self._expected.sequences))
+        self._expected.publish(trainer_scores(scorer, self._expected.sequences))
         begun = monotonic()
-        self._background.run(self._sync_all(published))
+        self._background.run(self.fleet.sync_all(published))
         self.version = version
         self._add("servers/sync", monotonic() - begun)
         self.flush()
 
     def metrics(self) -> dict[str, float]:
         """How far the servers' log-probs of the probe are from the trainer's, for the server that is furthest."""
-        return {"sampling/probe_difference": max((s.last_gap for s in self._state.servers if s.ready), default=0.0)}
+        return {"sampling/probe_difference": max((s.last_gap for s in self.fleet.servers if s.ready), default=0.0)}
 
     def _add(self, name: str, value: float) -> None:
         self._measured.put((name, value))
@@ -207,89 +173,8 @@ class ServerEngine(Engine):
 
     def hash(self) -> str:
         """The fingerprint of the published weights. Servers that give theirs have been compared with it, and all by the probe."""
-        assert self._state.published is not None
-        return self._state.published.hash
-
-    async def _sync_all(self, published: Published) -> None:
-        """Until one server at least has the weights; those that are out of reach go on being tried."""
-        state = self._state
-        state.published, state.dark = published, monotonic()
-        old = list(state.recoveries.values())
-        for task in old:
-            task.cancel()
-        await asyncio.gather(*old, return_exceptions=True)
-        for server in state.servers:
-            server.ready = False
-        await asyncio.gather(*(self._bring_up(server) for server in self._usable()))
-        while not any(server.ready for server in state.servers):
-            self._check_patience()
-            await asyncio.sleep(0.05)
-        state.dark = None
-
-    def _usable(self) -> list[Server]:
-        found = [server for server in self._state.servers if server.out is None]
-        if not found:
-            why = "; ".join(f"{server.url}: {server.out}" for server in self._state.servers)
-            raise UserError(f"no server is left that samples from the weights that are trained: {why}", exit_code=1)
-        return found
-
-    async def _bring_up(self, server: Server) -> None:
-        """Give a server the weights. One that does not take them is left out, one that is out of reach tried again later."""
-        published = self._state.published
-        assert published is not None
-        try:
-            await server.sync(published, self._expected)
-        except ServerLostError as error:
-            self._lose(server, str(error))
-        except (StaleServerError, ServerRefusedError) as error:
-            what = refusal(error) if isinstance(error, ServerRefusedError) else str(error)
-            server.out = f"version {published.version} did not arrive, though it was loaded twice: {what}"
-            _log.warning("%s takes no further part: %s", server.url, server.out)
-            self._add("servers/out", 1.0)
-            self._usable()
-        self._dispatch()
-
-    def _lose(self, server: Server, why: str) -> None:
-        """A server that cannot be asked now; it is looked for until it is back, and given the weights again."""
-        _log.warning("%s is lost, what it was asked is asked again: %s", server.url, why)
-        self._add("servers/lost", 1.0)
-        state = self._state
-        server.ready = False
-        if not any(other.ready for other in state.servers) and state.dark is None:
-            state.dark = monotonic()
-        if server not in state.recoveries and server.out is None:
-            state.recoveries[server] = asyncio.ensure_future(self._recover(server))
-
-    async def _recover(self, server: Server) -> None:
-        pause, state = 0.1, self._state
-        try:
-            while not server.ready and server.out is None:
-                await asyncio.sleep(pause)
-                pause = min(_LONGEST_PAUSE_S, 2 * pause)
-                try:
-                    await server.reconnect(self._wanted)
-                    assert state.published is not None
-                    await server.sync(state.published, self._expected)
-                except (ServerLostError, ServerRefusedError, TimeoutError):
-                    self._check_patience()
-                except (StaleServerError, UserError) as error:
-                    server.out = str(error)
-                    _log.warning("%s takes no further part: %s", server.url, error)
-                    self._usable()
-            state.dark = None if server.ready else state.dark
-        except Exception as error:
-            self._fail_all(error)
-        finally:
-            state.recoveries.pop(server, None)
-        self._dispatch()
-
-    def _check_patience(self) -> None:
-        dark, patience = self._state.dark, self.options.server_patience
-        if dark is not None and monotonic() - dark > patience:
-            raise UserError(
-                f"no server of engine.servers could be asked for {patience:g} s; start them again, then resume",
-                exit_code=75,
-            )
+        assert self.fleet.published is not None
+        return self.fleet.published.hash
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -328,82 +213,13 @@ class ServerEngine(Engine):
             together = {id(t.request): t for t in group}
             requests = [t.request for t in together.values()]
             count = len({request.prompt for request in requests})
-            size = self.dialect.unit_prompts or ceil(count / len(self._state.servers))
+            size = self.dialect.unit_prompts or ceil(count / len(self.fleet.servers))
             for unit in in_units(requests, prompts=size):
-                loop.call_soon_threadsafe(self._take, _Unit([together[id(request)] for request in unit], out))
+                loop.call_soon_threadsafe(self.fleet.take, Unit([together[id(request)] for request in unit], out))
 
     def cancelled(self) -> None:
         """Look for units that nobody waits for any more, or whose time is up."""
-        self._background.loop.call_soon_threadsafe(self._drop_cancelled)
-
-    def _take(self, unit: _Unit) -> None:
-        if self._state.dead is not None:
-            unit.out.put(self._state.dead)
-            return
-        self._state.units.append(unit)
-        self._dispatch()
-
-    def _drop_cancelled(self) -> None:
-        for unit in [*self._state.units, *self._state.running]:
-            if unit.cut() and unit.task is not None:
-                unit.task.cancel()  # the connection is given up, by which the server knows
-        self._dispatch()
-
-    def _dispatch(self) -> None:
-        """Give what waits to servers with room."""
-        state = self._state
-        while state.units:
-            if state.units[0].cut():
-                state.units.popleft()
-                continue
-            room = [s for s in state.servers if s.ready and s.busy < self.dialect.at_once]
-            if not room:
-                return
-            unit, server = state.units.popleft(), min(room, key=lambda s: s.busy)
-            server.busy += 1
-            state.running.add(unit)
-            unit.task = asyncio.ensure_future(self._answer(unit, server))
-
-    async def _answer(self, unit: _Unit, server: Server) -> None:
-        requests, deadline = [t.request for t in unit.tickets], unit.tickets[0].deadline
-        begun = monotonic()
-        seconds = None if deadline is None else max(0.001, deadline - begun)
-        try:
-            unit.settle(await server.answer(requests, version=self.version, seconds=seconds))
-            self._add("servers/busy", monotonic() - begun)
-        except (ServerLostError, StaleServerError) as error:
-            if isinstance(error, StaleServerError):
-                self._add("servers/stale", 1.0)
-            self._again(unit, server, str(error))
-        except ServerRefusedError as error:
-            unit.out.put(UserError(f"{server.url} does not answer: {refusal(error)}", exit_code=1))
-        except Exception as error:
-            unit.out.put(error)
-        finally:
-            server.busy -= 1
-            self._state.running.discard(unit)
-            self._dispatch()
-
-    def _again(self, unit: _Unit, server: Server, why: str) -> None:
-        unit.tries += 1
-        self._lose(server, why)
-        if unit.tries >= _TRIES + 2 * len(self._state.servers):
-            unit.out.put(
-                UserError(
-                    f"a request failed {unit.tries} times, the last time at {server.url}: {why}; look at the servers' output, "
-                    "then resume",
-                    exit_code=75,
-                )
-            )
-        else:
-            self._state.units.appendleft(unit)
-
-    def _fail_all(self, error: Exception) -> None:
-        state = self._state
-        state.dead = error
-        for unit in (*state.units, *state.running):
-            unit.out.put(error)
-        state.units.clear()
+        self._background.loop.call_soon_threadsafe(self.fleet.drop_cancelled)
 
     def close(self) -> None:
         """Give up the connections and remove what was published."""

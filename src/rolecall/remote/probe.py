@@ -1,7 +1,8 @@
 """Whether a server has the weights it says it has: it scores fixed sequences, and the trainer does too.
 
-Every token of a sequence passes through the embedding, every layer and the head, so a stale part of the weights, or a cache of other
-weights, shows in the log-probs. A checksum of what was sent shows neither.
+Every token of a sequence passes through the embedding, every layer and the head, so a stale part of the weights shows in the log-probs.
+Then it goes on from fixed prompts, and scores what it drew: where the two differ, it drew with a cache of other weights. A
+checksum of what was sent shows neither.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from rolecall.maths.roles import Role
 from rolecall.policy.load import LoadedModel
 from rolecall.train.score import score
 from rolecall.train.tripwires import engine_band
-from rolecall.types import Batch, Trajectory
+from rolecall.types import Batch, Request, Sampling, Trajectory
 
 Scores = Sequence[Sequence[float]]
 """log p of every token but the first, of each sequence."""
@@ -28,7 +29,9 @@ _TEXTS = (
     "def area(width, height):\n    return width * height  # in square metres\n\nprint(area(3, 4.5))",
     "Question: Anna has 17 apples and gives 5 away. How many are left? Answer: she has 17 - 5 = 12 apples.",
 )
-_LENGTH, _SPREAD = 48, 32
+_LENGTH, _SPREAD, _DRAWN = 48, 32, 4
+_STEP = 2**41
+"""Probes draw their random numbers as if at this step."""
 _FLOORS = {1e-4: 1e-5}
 """The narrowest band, by the widest one."""
 _MARGIN = 10.0
@@ -42,6 +45,17 @@ def probe_sequences(policy: LoadedModel) -> tuple[tuple[int, ...], ...]:
     count = int(policy.model.get_input_embeddings().num_embeddings)
     spread = tuple((7 + i * (count // _SPREAD or 1) * 5) % count for i in range(min(_SPREAD, length)))
     return tuple(ids for ids in (*texts, spread) if len(ids) > 1)
+
+
+def probe_requests(sequences: Sequence[Sequence[int]]) -> list[Request]:
+    """A few tokens after the first half of each sequence, always under the same name, by which caches are found again."""
+    sampling = Sampling(max_new_tokens=_DRAWN, stop_ids=())
+    return [
+        Request(
+            prompt_ids=tuple(ids[: len(ids) // 2]), sampling=sampling, step=_STEP, prompt=i, conversation=f"probe/{i}"
+        )
+        for i, ids in enumerate(sequences)
+    ]
 
 
 def scored(module: torch.nn.Module, batch: Batch, wanted: Tensor, **how: Any) -> Tensor:
@@ -92,6 +106,10 @@ class Expected:
     def band(self, start: float) -> float:
         """The mean |difference| that is allowed, given that of the start."""
         return min(self.widest, max(_FLOORS.get(self.widest, self.widest / 100), _MARGIN * start))
+
+    def forget(self) -> None:
+        """What was published so far was a rehearsal."""
+        self.before = self.first = None
 
     def why(self, said: Scores, band: float) -> str:
         """The likely cause of a difference."""

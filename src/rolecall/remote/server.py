@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from rolecall.errors import UserError
 from rolecall.remote.connection import Connection
 from rolecall.remote.dialect import About, Dialect, Published, ServerLostError, ServerRefusedError
-from rolecall.remote.probe import Expected, Scores, difference
+from rolecall.remote.probe import Expected, Scores, difference, probe_requests
 from rolecall.types import Completion, Finish, Request
 
 _log = logging.getLogger("rolecall.rollout")
@@ -43,6 +43,8 @@ class Server:
         """It has the weights, so that it can be asked."""
         self.out: str | None = None
         """Why it takes no part any more."""
+        self.lost = ""
+        """Why it could not be asked when that was last tried."""
         self.busy = 0
         """Units that it is answering."""
         self.gap: float | None = None
@@ -108,23 +110,49 @@ class Server:
 
     async def reconnect(self, wanted: Wanted) -> None:
         """Look at a server again that was lost: it may be another one."""
-        async with asyncio.timeout(self.silence):
-            before, self.about = self.about, await self.dialect.about(self.call)
+        try:
+            async with asyncio.timeout(self.silence):
+                before, self.about = self.about, await self.dialect.about(self.call)
+        except TimeoutError as error:
+            raise ServerLostError(f"it is silent for {self.silence:g} s") from error
         self.check(wanted)
         if self.about.dtype != before.dtype:
             raise UserError(f"engine.servers {self.url} now computes in {self.about.dtype}, not in {before.dtype}")
 
     async def sync(self, published: Published, expected: Expected) -> None:
         """Pause, load, probe, resume; a miss loads once more. A `StaleServerError` if that does not help."""
-        await self._alive(self.dialect.pause(self.call))
-        why = await self._load(published, expected)
+        why = await self._try(published, expected)
         if why is not None:
             _log.warning("%s: version %d is loaded again: %s", self.url, published.version, why)
-            why = await self._load(published, expected)
+            why = await self._try(published, expected)
         if why is not None:
             raise StaleServerError(why)
-        await self._alive(self.dialect.resume(self.call))
         self.ready = True
+
+    async def _try(self, published: Published, expected: Expected) -> str | None:
+        """Sync once; what is wrong then, None if nothing is."""
+        await self._alive(self.dialect.pause(self.call))
+        why = await self._load(published, expected)
+        await self._alive(self.dialect.resume(self.call))
+        return why or await self._draw(published, expected)
+
+    async def _draw(self, published: Published, expected: Expected) -> str | None:
+        """Whether what it draws is what it scores; no requests but these come before it is ready."""
+        asked = probe_requests(expected.sequences)
+        try:
+            drawn = await self.answer(asked, version=published.version, seconds=None)
+        except StaleServerError as error:
+            return str(error)
+        pairs = list(zip(asked, drawn, strict=True))
+        said = await self._alive(self.dialect.score(self.call, [r.prompt_ids + c.ids for r, c in pairs]))
+        ends = [scores[len(scores) - len(c.ids) :] for scores, (_, c) in zip(said, pairs, strict=True)]
+        gap = difference(ends, [c.behaviour_logprobs for c in drawn])
+        if gap <= expected.widest:
+            return None
+        return (
+            f"the tokens it draws have log-probs {gap:.3g} from those it scores them with, {expected.widest:.1g} are "
+            "allowed: it draws with a cache of other weights, or at another temperature"
+        )
 
     async def _load(self, published: Published, expected: Expected) -> str | None:
         """Load once; what is wrong then, None if nothing is."""

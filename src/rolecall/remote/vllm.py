@@ -106,10 +106,10 @@ class VllmDialect(Dialect):
         if not sampling.cuts_support or sampling.temperature == 0:
             return None
         if sampling.logprobs != "drawn":
-            return "give log-probs of the tokens that could be drawn only: set sampling.logprobs drawn, or leave the cuts out"
+            return "gives log-probs of the tokens that could be drawn only: set sampling.logprobs drawn, or leave the cuts out"
         if sampling.top_k is None or sampling.top_k > _MOST_TOKENS:
             return (
-                f"do not say which tokens could be drawn with {sampling.cuts}: set sampling.top_k, to at most {_MOST_TOKENS}, "
+                f"does not say which tokens could be drawn with {sampling.cuts}: set sampling.top_k, to at most {_MOST_TOKENS}, "
                 "or leave the cuts out"
             )
         return None

@@ -28,8 +28,22 @@
       this.quantities = new Map(this.data.quantities.map((q) => [q.key, q]));
       this.key = this.quantities.has("verdict") ? "verdict" : "role";
       this.strips = [];
+      this.base = root.dataset.base; // where each sample has a page of its own
       this.build();
       this.choose(0);
+      const token = /^#token-([0-9]+)$/.exec(location.hash);
+      if (this.base && token) this.show(Number(token[1]));
+    }
+
+    show(position) { // bring a position of the sample above into view
+      const [strip] = this.strips, { positions } = this.sample;
+      const i = positions ? positions.indexOf(position) : position;
+      if (strip.tokens[i]) { strip.tokens[i].focus(); strip.tokens[i].scrollIntoView({ block: "center" }); }
+    }
+
+    go(sample) {
+      if (this.base) location.assign(`${this.base}/${sample.place}${location.search}`);
+      else this.open(sample);
     }
 
     build() {
@@ -99,7 +113,7 @@
 
     card(sample) {
       const first = Math.max(0, sample.roles.findIndex((role) => role !== 1));
-      const open = make("button", { type: "button", on: { click: () => this.open(sample) } }, "open");
+      const open = make("button", { type: "button", on: { click: () => this.go(sample) } }, "open");
       const chosen = sample === this.sample;
       const short = sample.facts.slice(0, 2).map(([name, value]) => `${name} ${value}`).join(" · ");
       return make("div", { class: chosen ? "answer chosen" : "answer" },
@@ -168,6 +182,7 @@
       strip.tokens[i].setAttribute("aria-describedby", `${this.name}-why`);
       this.held = [strip, i];
       this.tell(strip, i);
+      if (this.base && strip === this.strips[0]) history.replaceState(null, "", `#token-${this.sample.positions ? this.sample.positions[i] : i}`);
     }
 
     move(strip, event) {

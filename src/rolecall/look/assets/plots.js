@@ -2,6 +2,7 @@
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3], [1, 4], [12, 4], [4, 2], [10, 2, 1, 2]];
   const isFlat = (chart) => !chart.stacked && chart.xs.length > 1 && chart.series.every((s) => new Set([...s.ys, ...(s.low || []), ...(s.high || [])].filter((y) => y !== null)).size <= 1);
+  const WHOLE = [...Array(9).keys()].flatMap((e) => [1, 2, 5].map((m) => m * 10 ** e)); // steps are counted
   class Plots {
     constructor(section) {
       this.section = section;
@@ -205,7 +206,7 @@
         padding: [8, 8, 0, 0],
         legend: { show: false },
         scales: { x: { time: false, range: (u, low, high) => (high > low ? [low, high] : [low - 1, high + 1]) }, y: this.logarithmic() ? { distr: 3 } : { range: (u, low, high) => this.range(low, high) } },
-        axes: [{ ...axis, size: 24, gap: 4, space: 60 }, { ...axis, size: 46, gap: 4, space: 36, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) }],
+        axes: [{ ...axis, size: 24, gap: 4, space: 60, incrs: WHOLE }, { ...axis, size: 46, gap: 4, space: 36, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) }],
         series: [{}, ...lines],
         cursor: { drag: { x: true, y: false, setScale: false }, sync: { key: "steps", scales: ["x", null] }, points: { size: 5 }, y: false },
         select: { show: true },

@@ -153,3 +153,21 @@
       catch (error) { say(error.message); }
     } });
   }
+
+  // ---- answers: n and p go on to the next and back, u up to the list ----
+  if (kind === "answer" || kind === "answers") {
+    document.addEventListener("keydown", (event) => {
+      if (typing(event)) return;
+      if (event.key === "/" && document.getElementById("text")) { event.preventDefault(); document.getElementById("text").focus(); }
+      const link = { n: "next", p: "previous", u: "up" }[event.key];
+      if (link) document.getElementById(link)?.click();
+      const step = { j: 1, k: -1 }[event.key];
+      const links = [...document.querySelectorAll("table.answers a")];
+      if (step && links.length) links[Math.max(0, Math.min(links.length - 1, links.indexOf(document.activeElement) + step))].focus();
+    });
+  }
+
+  for (const form of document.querySelectorAll("form.search")) { // an address says what is wanted, and no more
+    form.addEventListener("submit", () => { for (const field of form.elements) field.disabled = !field.value; });
+    addEventListener("pageshow", () => { for (const field of form.elements) field.disabled = false; });
+  }

@@ -38,6 +38,14 @@ def make_app(runs: Runs, *, token: str, port: int, closing: Callable[[], bool] =
         Route("/run/{run}/curves", site.data(lambda request: site.pages.curves(request.path_params["run"]))),
         Route("/run/{run}/events", site.run_events),
         Route("/run/{run}/findings", site.data(lambda request: site.pages.findings(request.path_params["run"]))),
+        Route(
+            "/run/{run}/answers",
+            site.page(lambda request: site.pages.answers(request.path_params["run"], request.query_params)),
+        ),
+        Route(
+            "/run/{run}/answers/{step:int}/{row:int}",
+            site.page(lambda request: site.pages.answer(**request.path_params, given=request.query_params)),
+        ),
     ]
     return Guard(Starlette(routes=routes, exception_handlers={404: site.nowhere}), token=token, port=port)
 

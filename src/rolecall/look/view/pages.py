@@ -3,7 +3,7 @@
 import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,12 @@ from rolecall.look.charts import Chart, four_digits
 from rolecall.look.curves import thinned
 from rolecall.look.doctor.audit import findings_of
 from rolecall.look.doctor.marks import marked
+from rolecall.look.page import data_block, text
+from rolecall.look.records import sample_set, shortened, unit_of
 from rolecall.look.report import before_after, lead_of, run_charts, what_ran
 from rolecall.look.run import RunFiles
+from rolecall.look.tokens import token_view
+from rolecall.look.view.answers import VERDICTS, Query, beside, search
 from rolecall.look.view.logs import Recent
 from rolecall.look.view.runs import Runs, Summary
 from rolecall.train.lock import is_held
@@ -50,6 +54,7 @@ class Pages:
             lstrip_blocks=True,
         )
         env.globals.update(version=version, root=str(runs.root), spark=spark, four=four_digits, address=address)
+        env.filters.update(ending=shortened, beginning=beginning)
         self._env = env
 
     # -- pages -----------------------------------------------------------------------------------------------------
@@ -79,6 +84,50 @@ class Pages:
             log=self._log(path),
             recorded=list(files.rollouts),
             report=(path / "report.html").is_file(),
+        )
+
+    def answers(self, run: str, given: Mapping[str, str]) -> str:
+        """Recorded answers, searched and filtered."""
+        path = self.path(run)
+        files, query = self.files(path), Query.read(given)
+        before = given.get("before", "")
+        return self._render(
+            "answers.html",
+            run=self.runs.summary(run, path),
+            query=query,
+            found=search(files, query, before=int(before) if before.isascii() and before.isdigit() else None),
+            recorded=len(files.rollouts),
+            kept=len(files.updates),
+            verdicts=list(VERDICTS),
+        )
+
+    def answer(self, run: str, step: int, row: int, given: Mapping[str, str]) -> str:
+        """One answer token by token, beside the others of its group."""
+        path = self.path(run)
+        files, query = self.files(path), Query.read(given)
+        if step not in files.rollouts:
+            why = "save.rollouts says how many steps stay" if files.rollouts else "it has no rollouts"
+            raise NotThere(f"step {step} of {run} is not recorded: {why}")
+        unit = unit_of(files)
+        try:
+            shown = sample_set(files, step, unit=unit, rows=[row])
+        except IndexError:
+            raise NotThere(f"step {step} of {run} has no answer {row}") from None
+        html, data = token_view("view", [shown], unit=unit)
+        html = html.replace(
+            '<div class="view"', f'<div class="view" data-base="{text(address(run, "answers", step))}"', 1
+        )
+        return self._render(
+            "answer.html",
+            run=self.runs.summary(run, path),
+            step=step,
+            row=row,
+            title=shown.samples[0].title,
+            query=query,
+            searching=bool(query.params()),
+            around=beside(files, step, row, query),
+            view=Markup(html),
+            data=Markup(data_block(data)),
         )
 
     def error(self, sentence: str) -> str:
@@ -157,6 +206,12 @@ class Pages:
 
     def _render(self, template: str, **given: Any) -> str:
         return self._env.get_template(template).render(**given).encode("utf-8", "replace").decode()
+
+
+def beginning(text: str, most: int = 90) -> str:
+    """The begin of a text, on one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 def _visible(value: Any) -> Any:

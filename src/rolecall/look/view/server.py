@@ -16,8 +16,14 @@ from rolecall.look.view.runs import Runs
 ADDRESS = "127.0.0.1"
 
 
-def serve(root: Path, *, only: str | None, port: int, or_any: bool, ready: Callable[[str], None]) -> None:
-    """Show the runs of a directory until SIGTERM or Ctrl-C; `ready` gets the address. `or_any` takes another port than one that is taken."""
+def serve(
+    root: Path, *, only: str | None, port: int, or_any: bool, ready: Callable[[str], None], first: str | None = None
+) -> None:
+    """Show the runs of a directory until SIGTERM or Ctrl-C; `ready` gets the address.
+
+    `only` is the one run that is shown, `first` the run that the address leads to. `or_any` takes another port if that one
+    is taken.
+    """
     listening = _listen(port, or_any=or_any)
     port = listening.getsockname()[1]
     token = secrets.token_urlsafe(18)
@@ -30,7 +36,8 @@ def serve(root: Path, *, only: str | None, port: int, or_any: bool, ready: Calla
         server_header=False, timeout_graceful_shutdown=2,
     )  # fmt: skip
     server = uvicorn.Server(config)
-    ready(f"http://{ADDRESS}:{port}{f'/run/{quote(only)}' if only else '/'}?token={token}")
+    page = first or only
+    ready(f"http://{ADDRESS}:{port}{f'/run/{quote(page)}' if page else '/'}?token={token}")
     try:
         server.run(sockets=[listening])
     except KeyboardInterrupt:  # how one ends it

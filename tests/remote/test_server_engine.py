@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from served import KEY, app_of, serving
+from served import KEY, Options, app_of, requests, serving
 
 import rolecall
-from rolecall.config.parts import EngineOptions
 from rolecall.jobs.models import sampler
 from rolecall.policy.load import load
 from rolecall.rollout.open import open_engine
-from rolecall.types import Finish, Request, Sampling
+from rolecall.types import Finish
 
 REWARD = f"{Path(__file__).parent / 'light_rewards.py'}:vowels"
 SHORT = {
@@ -42,25 +41,6 @@ def tiny():
 def urls():
     with serving(app_of()) as one, serving(app_of()) as two:
         yield one, two
-
-
-class Options:
-    """As much of a command's options as an engine is made from."""
-
-    def __init__(self, *urls, max_new_tokens=12, **engine):
-        self.engine = EngineOptions(servers=urls, **engine)
-        self.sampling = Sampling(max_new_tokens=max_new_tokens)
-        self.policy = type("Policy", (), {"mixed_precision": "no"})
-
-
-def requests(count=5, *, step=0, **sampling):
-    settings = Sampling(**{"max_new_tokens": 12} | sampling)
-    return [
-        Request(
-            prompt_ids=tuple(range(65, 70 + i)), sampling=settings, n=3, prompt=i, seed=5, step=step, first_sample=2
-        )
-        for i in range(count)
-    ]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,81 @@
+"""What is tried once, before a run trusts its servers: that every part of their weights can be exchanged, and that they draw from
+the distribution they are told to.
+
+A step of a small learning rate moves log-probs less than a server in bfloat16 is off anyway, so a head that stays stale would not be
+noticed for long. Weights that were disturbed on purpose are far enough away.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from rolecall.policy.load import LoadedModel
+from rolecall.types import Completion, Request, Sampling
+
+_FACTORS = (1.2, 0.85)
+_PROMPTS, _DRAWS = 4, 64
+_STEP = 2**41 + 1
+_DEVIATIONS = 5.0
+
+
+@contextmanager
+@torch.no_grad()
+def disturbed(model: torch.nn.Module) -> Iterator[Mapping[str, Tensor]]:
+    """The model's weights, each scaled up or down, for the time of the `with`; then they are what they were, to the last bit."""
+    own = dict(model.named_parameters())
+    kept = {name: parameter.detach().clone() for name, parameter in own.items()}
+    try:
+        for i, parameter in enumerate(own.values()):
+            parameter.mul_(_FACTORS[i % 2])
+        yield own
+    finally:
+        for name, parameter in own.items():
+            parameter.copy_(kept[name])
+
+
+@torch.no_grad()
+def draw_requests(
+    policy: LoadedModel, sequences: Sequence[Sequence[int]], sampling: Sampling
+) -> tuple[list[Request], Tensor]:
+    """Requests for many single tokens after some prompts, and [prompt, token] the log-probs they are to be drawn with.
+
+    Prompts are beginnings of the sequences after which a wrong temperature shows best.
+    """
+    candidates = [tuple(ids[:n]) for ids in sequences for n in range(2, len(ids), 6)]
+    temperature = sampling.scoring_temperature
+    found = [_next(policy, ids, temperature) for ids in candidates]
+    spread = torch.stack([_moments(logprobs)[1] for logprobs in found])
+    best = spread.argsort(descending=True)[:_PROMPTS].tolist()
+    plain = Sampling(temperature=temperature, max_new_tokens=1, stop_ids=())
+    asked = [
+        Request(prompt_ids=candidates[i], sampling=plain, n=_DRAWS, step=_STEP, prompt=number)
+        for number, i in enumerate(best)
+    ]
+    return asked, torch.stack([found[i] for i in best])
+
+
+def drawn_wrong(drawn: Sequence[Completion], logprobs: Tensor) -> float | None:
+    """How many standard deviations the mean log-prob of the drawn tokens is from what it must be; None if it may be chance.
+
+    log p of a token is what tells one temperature from another best: it is the sufficient statistic of the family.
+    """
+    total, mean, variance = 0.0, 0.0, 0.0
+    for completion in drawn:
+        expected, spread = _moments(logprobs[completion.prompt])
+        total += float(logprobs[completion.prompt, completion.ids[0]])
+        mean, variance = mean + float(expected), variance + float(spread)
+    off = (total - mean) / max(variance, 1e-12) ** 0.5
+    return off if abs(off) > _DEVIATIONS else None
+
+
+def _next(policy: LoadedModel, ids: Sequence[int], temperature: float) -> Tensor:
+    logits = policy.model(input_ids=torch.tensor([list(ids)], device=policy.model.device)).logits[0, -1]
+    return (logits.double().cpu() / temperature).log_softmax(dim=-1)
+
+
+def _moments(logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of log p of a drawn token."""
+    mean = (logprobs.exp() * logprobs).sum()
+    return mean, (logprobs.exp() * (logprobs - mean).square()).sum()

@@ -1,0 +1,89 @@
+"""Runs on servers: adapters, another precision, and a trainer that is killed."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from served import KEY, app_of, serving
+
+import rolecall
+from rolecall.experience.updates import read_updates
+
+REWARD = f"{Path(__file__).parent / 'light_rewards.py'}:vowels"
+SHORT = {
+    "model": "tiny",
+    "reward": REWARD,
+    "steps": 4,
+    "prompts": 4,
+    "samples": 4,
+    "sampling": {"max_new_tokens": 12},
+    "optim": {"lr": 1e-3},
+    "quiet": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
+
+
+@pytest.fixture(scope="module")
+def url():
+    with serving(app_of()) as address:
+        yield address
+
+
+def weights(run):
+    return (Path(run) / "model" / "model.safetensors").read_bytes()
+
+
+def test_an_adapter_is_trained_on_servers_as_without_them(url, tmp_path):
+    how = SHORT | {"steps": 2, "policy": {"lora_rank": 4}, "algorithm": {"kl_coef": 0.1}}
+    here = rolecall.rl(out=str(tmp_path / "here"), **how)
+    there = rolecall.rl(out=str(tmp_path / "there"), engine={"servers": [url]}, **how)
+    assert weights(here) == weights(there)
+    assert there.metrics[-1]["kl"] == here.metrics[-1]["kl"] > 0
+
+
+def test_answers_of_another_precision_are_weighed_and_the_weights_recorded(tmp_path):
+    with serving(app_of(dtype=torch.bfloat16)) as url:
+        run = rolecall.rl(out=str(tmp_path / "run"), engine={"servers": [url]}, **SHORT | {"steps": 2})
+    assert all(0.5 < line["sampling/weight"] < 2 for line in run.metrics)
+    assert all(1e-5 < line["sampling/probe_difference"] < 0.15 for line in run.metrics)
+    recorded = read_updates(sorted((run.path / "updates").iterdir())[-1])
+    assert all(row.weights is not None and len(row.weights) == len(row.verdicts) for row in recorded)
+    assert any(bool((row.weights != 1).any()) for row in recorded)
+
+
+def test_a_trainer_that_is_killed_goes_on_to_the_same_bytes(url, tmp_path):
+    """While its servers stay up, with whatever weights they had."""
+    whole = rolecall.rl(out=str(tmp_path / "whole"), save={"every": 1}, **SHORT)
+    out = tmp_path / "killed"
+    words = [
+        "--steps",
+        "4",
+        "--prompts",
+        "4",
+        "--samples",
+        "4",
+        "--sampling.max_new_tokens",
+        "12",
+        "--optim.lr",
+        "1e-3",
+    ]
+    words += ["--reward", REWARD, "--save.every", "1", "--engine.servers", url, "--out", str(out), "--quiet"]
+    trainer = subprocess.Popen([sys.executable, "-m", "rolecall", "rl", *words])
+    end = time.monotonic() + 60
+    while not any((out / "checkpoints").glob("step-00000[123]/manifest.json")):
+        assert time.monotonic() < end
+        assert trainer.poll() is None
+        time.sleep(0.002)
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    resumed = rolecall.rl(out=str(out), resume=True)
+    assert resumed.metrics[-1]["step"] == 4
+    assert weights(resumed) == weights(whole)
