@@ -157,6 +157,16 @@ def test_an_answer_is_the_same_alone_and_among_others_and_when_it_is_asked_again
     assert len({c.ids for c in together}) == len(together)
 
 
+def test_more_prompts_than_fit_a_batch_are_answered(url):
+    """6,000 tokens of prompts at once: the CPU build would die if one of them were split over two batches."""
+    sampling = Sampling(max_new_tokens=2, stop_ids=())
+    asked = [
+        Request(prompt_ids=tuple((i + j) % 250 for j in range(300)), sampling=sampling, prompt=i) for i in range(20)
+    ]
+    with engine_on(url, load("tiny")) as engine:
+        assert len(engine.generate(asked)) == 20
+
+
 def test_answers_end_as_requested(url):
     prompt, policy = (72, 105), load("tiny")
     with engine_on(url, policy) as engine:
@@ -335,7 +345,7 @@ def test_a_server_that_was_restarted_with_old_weights_gets_the_new_ones(caplog):
     request = Request(prompt_ids=(80, 81), sampling=Sampling(max_new_tokens=8, stop_ids=()))
     with vllm("tiny") as first:
         port = int(first.rpartition(":")[2])
-        engine = engine_on(first, policy, worker_silence=5.0)
+        engine = engine_on(first, policy, worker_silence=30.0)
         sampling = engine.__enter__()
         expected = sampling.generate([request])
     try:

@@ -71,6 +71,12 @@ class VllmDialect(Dialect):
                 f"its log-probs are {model['logprobs_mode']}, not those of the distribution it draws from; {_START}, or add "
                 "--logprobs-mode processed_logprobs"
             )
+        split = config["scheduler_config"]["enable_chunked_prefill"]
+        if config["device_config"]["device"] == "cpu" and split:
+            raise UserError(
+                "it splits long prompts, and the CPU build of vLLM dies when a prompt with a seed is split; "
+                f"{_START}, or add --no-enable-chunked-prefill"
+            )
         if (await _endpoint(call, "GET", "/is_paused"))["is_paused"]:  # by a run that was killed while it gave weights
             await _endpoint(call, "POST", "/resume")
         inside = await self._inside(call)
