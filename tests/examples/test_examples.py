@@ -21,6 +21,7 @@ SAYS = {
     "conversation_rows": "length",
     "generate_with_roles": "CONTENT",
     "own_environment": "step 2: reward",
+    "own_agent": "step 2: reward",
     "kuhn_self_play": "exploitability 0.",
 }
 

@@ -332,7 +332,7 @@ def test_play_shows_an_episode_token_by_token(capsys):
         ({"env": "guessing", "algorithm.overlong_buffer": 2}, "agent.max_tokens"),
         ({"env": "guessing", "algorithm.resample": 2}, "not drawn again"),
         ({"env": "guessing", "replay.share": 0.5, "replay.answers": 2}, "episodes are replayed whole"),
-        ({"env": "guessing", "agent.max_turns": 0}, "max_turns and workers must be at least 1"),
+        ({"env": "guessing", "agent.max_turns": 0}, "agent.max_turns must be at least 1, got 0"),
         ({"env": "guessing", "agent.max_token": 3}, "max_tokens"),
     ],
 )

@@ -12,7 +12,7 @@ is kept of the past is OBSERVATION, and the samples of an episode count as one s
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -88,9 +88,27 @@ class TokenSample:
         if end > start:
             self.authors.append((start, end, "policy"))
 
+    def copy(self) -> "TokenSample":
+        """As it is now."""
+        return TokenSample(*(list(getattr(self, f.name)) for f in fields(self)))
+
+    def head(self, end: int) -> "TokenSample":
+        """The first tokens, without turns: whoever goes on from them does not train them again."""
+        return replace(self._until(end), turns=[])
+
+    def observe(self, end: int) -> None:
+        """What the policy wrote among the first tokens was written in another sample: here it is only read."""
+        chosen = (Role.CONTENT, Role.STOP)
+        self.roles[:end] = [int(Role.OBSERVATION) if role in chosen else role for role in self.roles[:end]]
+        self.logprobs[:end] = [float("nan")] * end
+        self.supports[:end] = [b""] * end
+        self.authors = [(a, b, "history" if who == "policy" and a < end else who) for a, b, who in self.authors]
+
     def ended(self) -> "TokenSample":
         """The same up to the policy's last token: what it never went on from is of no use."""
-        end = self.turns[-1][1]
+        return self._until(self.turns[-1][1])
+
+    def _until(self, end: int) -> "TokenSample":
         return TokenSample(
             self.ids[:end],
             self.roles[:end],
@@ -99,6 +117,17 @@ class TokenSample:
             [run for run in self.authors if run[0] < end],
             self.supports[:end],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A point in a conversation, after a turn of the policy."""
+
+    given: tuple[Message, ...]
+    context: tuple[Message, ...]
+    sample: TokenSample
+    tokens: int
+    """Of the sample, up to the end of the turn."""
 
 
 class Conversation:
@@ -164,6 +193,40 @@ class Conversation:
                 self._sample.extend(found.ids[before:], new, _authors(new, self._unread))
         self._unread = []
         return tuple(self._sample.ids)
+
+    @classmethod
+    def of_text(cls, dialect: Dialect, text: str) -> "Conversation":
+        """One of a plain text to go on with, which no template sees."""
+        made, found = cls(dialect), render(dialect.tokenizer, text)
+        made.messages = [{"role": "user", "content": text}]
+        made._context = list(made.messages)
+        made._sample.extend(found.ids, found.roles, [(0, len(found.ids), "prompt")])
+        return made
+
+    def copy(self) -> "Conversation":
+        """As it is now, to come back to."""
+        made = Conversation(self.dialect)
+        made.messages, made.cuts = list(self.messages), self.cuts
+        made._given, made._context, made._unread = list(self._given), list(self._context), list(self._unread)
+        made._sample, made._earlier = self._sample.copy(), list(self._earlier)
+        return made
+
+    @property
+    def place(self) -> "Place":
+        """Where it stands after a turn of the policy, to go on from there in another way."""
+        return Place(tuple(self._given), tuple(self._context), self._sample, len(self._sample.ids))
+
+    @classmethod
+    def forked(cls, dialect: Dialect, place: "Place", heard: Sequence[Message]) -> "Conversation":
+        """Another conversation that goes on from a place: its tokens up to there are only read."""
+        made = cls(dialect)
+        made._given, made._context, made._unread = list(place.given), list(place.context), list(heard)
+        made.messages = list(heard)
+        made._sample = place.sample.head(place.tokens)
+        made.prompt()
+        if not made.cuts:
+            made._sample.observe(place.tokens)
+        return made
 
     def shorten(self, *, limit: int, room: int) -> bool:
         """Drop the oldest turns so that `room` tokens fit within `limit`; False if even the last message does not.

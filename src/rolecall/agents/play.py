@@ -10,15 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
-from rolecall.agents.conversation import Conversation, Dialect
+from rolecall.agents.conversation import Conversation, Dialect, TokenSample
 from rolecall.agents.pool import Envs, Failure
 from rolecall.agents.replies import Reply
 from rolecall.config.agents import AgentOptions
 from rolecall.policy.row_template import template_kwargs, tools_of
 from rolecall.rollout.engine import Engine
 from rolecall.rollout.stops import Ticket
+from rolecall.tasks.env import Message
 from rolecall.types import Completion, Finish, Request, Sampling, Trajectory
 
 
@@ -36,12 +37,31 @@ class Wanted:
     """The seed of its environment; episodes of one prompt share it."""
 
 
+class Spoken(Protocol):
+    """What a player has read and said."""
+
+    @property
+    def samples(self) -> list[TokenSample]:
+        """What the policy read and wrote, in order."""
+        ...
+
+    @property
+    def messages(self) -> list[Message]:
+        """The whole of it."""
+        ...
+
+    @property
+    def policy_tokens(self) -> int:
+        """How many tokens the policy has written."""
+        ...
+
+
 @dataclass(slots=True)
 class Played:
     """An episode, while it is played and afterwards."""
 
     wanted: Wanted
-    sides: dict[str, Conversation]
+    sides: Mapping[str, Spoken]
     """Each player's conversation."""
     speaker: str
     """Whose turn it is."""
@@ -86,8 +106,15 @@ class Played:
         }
 
 
+@dataclass(slots=True)
+class _Episode(Played):
+    """One that an environment answers."""
+
+    sides: dict[str, Conversation]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Drawn:
+class Drawn:
     """How the turns of all episodes are drawn."""
 
     sampling: Sampling
@@ -95,6 +122,33 @@ class _Drawn:
     step: int
     samples: int
     """Episodes of a prompt."""
+
+    def request(self, wanted: Wanted, number: int, ids: tuple[int, ...], sampling: Sampling, *, who: str) -> Request:
+        """For a turn of an episode; each of its samples has a number."""
+        return Request(
+            prompt_ids=ids,
+            sampling=sampling,
+            seed=self.seed,
+            step=self.step,
+            prompt=wanted.prompt,
+            first_sample=number * self.samples + wanted.sample,
+            conversation=f"{self.step}/{wanted.prompt}/{wanted.sample}/{who}",
+        )
+
+
+def drawn_for(wanted: Sequence[Wanted], sampling: Sampling, *, seed: int, step: int) -> Drawn:
+    """How the turns of these episodes are drawn."""
+    return Drawn(sampling=sampling, seed=seed, step=step, samples=1 + max((w.sample for w in wanted), default=0))
+
+
+def dialect_of(row: Mapping[str, Any], dialect: Dialect) -> Dialect:
+    """How a row's episodes are rendered: with the environment's tools, then its own."""
+    base, tools = dialect.template_kwargs, tools_of(row)
+    kwargs = template_kwargs(row, base)
+    if tools:
+        given = list(base.get("tools", ()))
+        kwargs["tools"] = [*given, *(tool for tool in tools if tool not in given)]
+    return replace(dialect, template_kwargs=kwargs)
 
 
 class Player:
@@ -117,14 +171,19 @@ class Player:
         self.advance: Callable[[int, int, str], None] = lambda done, total, unit: None
         """Told how many episodes have ended."""
 
+    @property
+    def players(self) -> tuple[str, ...]:
+        """Who plays."""
+        return self.envs.players
+
     def play(self, wanted: Sequence[Wanted], sampling: Sampling, *, seed: int, step: int) -> list[Played]:
         """All of them to their ends, in the order given."""
         o = self.options
         until = inf if o.max_seconds is None else self.clock() + o.max_seconds
-        drawn = _Drawn(sampling=sampling, seed=seed, step=step, samples=1 + max((w.sample for w in wanted), default=0))
-        dialects = {w.prompt: self._dialect(w.row) for w in wanted}
+        drawn = drawn_for(wanted, sampling, seed=seed, step=step)
+        dialects = {w.prompt: dialect_of(w.row, self.dialect) for w in wanted}
         episodes = [
-            Played(
+            _Episode(
                 wanted=w,
                 sides={player: Conversation(dialects[w.prompt]) for player in self.envs.players},
                 speaker=self.envs.players[0],
@@ -158,18 +217,9 @@ class Player:
                 self.envs.send(i, "step", self._said(episodes[i], completion))
             if ended > before:
                 self.advance(ended, len(episodes), "episodes")
-        return episodes
+        return list(episodes)
 
-    def _dialect(self, row: Mapping[str, Any]) -> Dialect:
-        """How a row's episodes are rendered: with the environment's tools, then its own."""
-        base, tools = self.dialect.template_kwargs, tools_of(row)
-        kwargs = template_kwargs(row, base)
-        if tools:
-            given = list(base.get("tools", ()))
-            kwargs["tools"] = [*given, *(tool for tool in tools if tool not in given)]
-        return replace(self.dialect, template_kwargs=kwargs)
-
-    def _request(self, episode: Played, drawn: _Drawn) -> Request | None:
+    def _request(self, episode: _Episode, drawn: Drawn) -> Request | None:
         """What to ask for next, or None if the episode is over, or has no room left, which ends it."""
         if episode.finish is not None:
             return None
@@ -186,24 +236,18 @@ class Player:
             episode.finish = Finish.LENGTH
             return None
         wanted, players = episode.wanted, self.envs.players
-        number = (side.cuts * len(players) + players.index(episode.speaker)) * drawn.samples + wanted.sample
-        return Request(
-            prompt_ids=ids,
-            sampling=sampling if room == sampling.max_new_tokens else replace(sampling, max_new_tokens=room),
-            seed=drawn.seed,
-            step=drawn.step,
-            prompt=wanted.prompt,
-            first_sample=number,
-            conversation=f"{drawn.step}/{wanted.prompt}/{wanted.sample}/{episode.speaker}",
-        )
+        number = side.cuts * len(players) + players.index(episode.speaker)
+        if room != sampling.max_new_tokens:
+            sampling = replace(sampling, max_new_tokens=room)
+        return drawn.request(wanted, number, ids, sampling, who=episode.speaker)
 
-    def _said(self, episode: Played, completion: Completion) -> Any:
+    def _said(self, episode: _Episode, completion: Completion) -> Any:
         episode.count("turns")
         if completion.finish is Finish.LENGTH:
             episode.count("cut_turns")
         return episode.sides[episode.speaker].say(completion)
 
-    def _heard(self, episode: Played, answer: Reply | Failure) -> None:
+    def _heard(self, episode: _Episode, answer: Reply | Failure) -> None:
         """Take in what the environment said, and end the episode if it or a limit does."""
         reply = self._take(episode, answer)
         if reply is None:

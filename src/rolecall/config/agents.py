@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+AGENT_FLAG = {"prefixed": {"agent": "agent:"}}
+"""Of the option `env`: --agent PROGRAM is --env agent:PROGRAM."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOptions:
@@ -19,9 +22,12 @@ class AgentOptions:
     when_full: Literal["end", "cut"] = "end"
     """When the context is full: end the episode (finish `length`), or cut the oldest turns and go on as a new sample."""
     deadline: float = 60.0
-    """Seconds an environment may take to answer before it is killed and its episode given up."""
+    """Seconds an environment may take to answer, or a program may let pass between its calls, before it is killed and its
+    episode given up."""
     workers: int = 2
-    """Processes that run environments which are not built in."""
+    """Processes that run environments which are not built in, or look after the programs of `--agent`."""
+    programs: int = 64
+    """Programs of `--agent` that run at the same time, each in a process of its own."""
     network: bool = False
     """Let those environments and their tools use the network."""
     variables: tuple[str, ...] = ()
@@ -30,8 +36,9 @@ class AgentOptions:
     """gym:ID: what the policy reads before the first observation, in place of the environment's own description."""
 
     def __post_init__(self) -> None:
-        if self.max_turns < 1 or self.workers < 1:
-            raise ValueError(f"max_turns and workers must be at least 1, got {self.max_turns} and {self.workers}")
+        for name in ("max_turns", "workers", "programs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"agent.{name} must be at least 1, got {getattr(self, name)}")
         for name in ("max_tokens", "max_seconds", "context_tokens"):
             value = getattr(self, name)
             if value is not None and value <= 0:

@@ -59,6 +59,7 @@ class _Reader:
         self._options |= {option.key: option for option in section.options()}
         self._bare = [option for option in section.options() if option.bare]
         self._switched = {s.key: s for s in section.sections() if s.optional}
+        self._prefixed = {flag: (o, text) for o in section.options() for flag, text in o.prefixed.items()}
 
     def read_one(self) -> None:
         """Take one option, with its value, from the words."""
@@ -76,6 +77,10 @@ class _Reader:
         positive = name.removeprefix("no_")
         if name in self._options:
             self._set(self._options[name], f"--{written}", text)
+        elif name in self._prefixed:
+            named, prefix = self._prefixed[name]
+            if (text := self._needed(written, text)) is not None:
+                self.line.given[named.key] = f"{prefix}{text}"
         elif name in self._switched:
             text = text if text is not None else self._word_after()
             self.line.given[name] = None if text in ("none", "false") else {}
@@ -118,6 +123,8 @@ class _Reader:
             given[key] = None
         elif option.many is not None:
             given[key] = [*(given.get(key) or []), *_elements(option.many, text)]
+            while option.words and (more := self._value_after()) is not None:
+                given[key] += _elements(option.many, more)
         elif option.mapping:
             given[key] = _yaml(text, flag)
         else:
@@ -165,11 +172,12 @@ class _Reader:
 
     def _stray(self, word: str) -> None:
         key = word.partition("=")[0]
-        bare = next((option.key for option in self._bare if option.key not in self.line.given), None)
+        given = self.line.given
+        bare = next((option for option in self._bare if option.many is not None or option.key not in given), None)
         if "=" in word and (key in self._options or nearest(key.lstrip("+"), self.section)):
             self.problems.append(f"unexpected {word!r}: write it as --{word}")
         elif bare is not None and not word.startswith("-"):
-            self.line.given[bare] = word
+            given[bare.key] = word if bare.many is None else [*given.get(bare.key, []), word]
         elif word.startswith("-") and word.lstrip("-").replace("-", "_") in self._options:
             self.problems.append(f"unexpected {word!r}: write it as -{word}")
         else:

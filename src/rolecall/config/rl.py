@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from rolecall.config.agents import AgentOptions
+from rolecall.config.agents import AGENT_FLAG, AgentOptions
 from rolecall.config.experience import ReplayOptions
 from rolecall.config.foreign import Foreign
 from rolecall.config.foreign_trl import TRL
@@ -222,9 +222,10 @@ class RLOptions(AnsweringOptions, TrainingOptions):
     rows: str | None = None
     """Prompts: a file of rows, a Hugging Face dataset (saved, or owner/name on the hub), a built-in task, or rg:NAME.
     Left out: those of `env`, or else `addition`."""
-    env: str | None = None
-    """Play episodes of several turns in it: calculator, guessing, kuhn, file.py:Class, gym:ID. `rows` are what it starts
-    from; left out, its own, or seeds."""
+    env: str | None = field(default=None, metadata=AGENT_FLAG)
+    """Play episodes of several turns in it: calculator, guessing, kuhn, file.py:Class, gym:ID; or agent:file.py:function and
+    agent:COMMAND, your own program, for which `--agent file.py:function` is short. `rows` are what it starts from; left
+    out, its own, or seeds."""
     agent: AgentOptions = field(default_factory=AgentOptions)
     blackout: tuple[str, ...] = ()
     """Texts that never train where the policy writes them, such as a frame it must keep to."""
@@ -249,6 +250,7 @@ class RLOptions(AnsweringOptions, TrainingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least_one("steps", "prompts", "samples")
+        self._shared_out("prompts")
         if self.sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature 0 gives the same answer every time: there is nothing to compare; use 1"

@@ -35,8 +35,12 @@ class Option:
     part, or from the whole key if it has a dot."""
     known_as: tuple[str, ...]
     """Names other libraries have for it, from `metadata={"known_as": …}`; who writes one of them is told the key."""
+    prefixed: Mapping[str, str] = field(default_factory=dict)
+    """Further flags, and what each puts before its value, from `metadata={"prefixed": …}`: --agent X is --env agent:X."""
     bare: bool = False
-    """True if a word without a flag is its value, from `metadata={"bare": True}`: `rolecall report RUN`."""
+    """True if a word without a flag is its value, from `metadata={"bare": True}`: `rolecall report RUN`. A list takes all."""
+    words: bool = False
+    """True if all words that follow the flag are its values, from `metadata={"words": True}`: `--against B1 B2`."""
 
     @property
     def name(self) -> str:
@@ -137,7 +141,9 @@ def _part(f: Field[Any], key: str, hint: Any, about: str, instance: Any) -> Opti
             about=about,
             flag=flag if "." in flag else key[: len(key) - len(f.name)] + flag,
             known_as=tuple(f.metadata.get("known_as", ())),
+            prefixed=f.metadata.get("prefixed", {}),
             bare=bool(f.metadata.get("bare", False)),
+            words=bool(f.metadata.get("words", False)),
         )
     optional = NoneType in alternatives(hint)
     if len(alternatives(hint)) > 1 + optional:

@@ -8,6 +8,7 @@ from typing import Any
 from rolecall.agents.environments import check_name
 from rolecall.agents.episodes import Arena
 from rolecall.agents.pool import EnvPool, Envs, Failure, LocalEnvs
+from rolecall.agents.programs import PREFIX, Program, Programs
 from rolecall.config.agents import AgentOptions
 from rolecall.config.given import GIVEN, resolve_source
 from rolecall.config.parts import ChatOptions, HeldOutOptions
@@ -25,7 +26,7 @@ from rolecall.train.timing import Timer
 
 _log = logging.getLogger("rolecall")
 
-EnvSource = str | Callable[[], Any]
+EnvSource = str | Callable[[], Any] | Program
 _TRAIN_ROWS = 20_000
 """Rows drawn from a task or an environment that can make any number."""
 
@@ -92,27 +93,39 @@ def _episode_rows(
     return train, test
 
 
-def open_envs(env: EnvSource, options: AgentOptions, stack: ExitStack) -> Envs:
-    """The environments: built-in ones in this process, all others in workers."""
+def open_envs(env: EnvSource, options: AgentOptions, stack: ExitStack) -> Envs | Programs:
+    """The environments: built-in ones in this process, all others in workers, and so are programs."""
     if isinstance(env, str):
         resolve_source(env, "environment")
         if not env:
             raise UserError(
                 "the environment's name is empty: give one, such as --env calculator or --env file.py:Class"
             )
+        if env.startswith(PREFIX):
+            return _open_programs(env.removeprefix(PREFIX), options, stack)
         check_name(env)
         if env.partition(":")[0] in AGENT_TASKS:
             return LocalEnvs(find_task(env).env)
+    if isinstance(env, Program):
+        return _open_programs(env, options, stack)
     limits: dict[str, Any] = {"network": options.network, "variables": options.variables}
     return stack.enter_context(EnvPool(env, workers=options.workers, deadline_s=options.deadline, **limits))
 
 
-def try_out(env: EnvSource, envs: Envs, row: Mapping[str, Any]) -> None:
+def _open_programs(source: str | Program, options: AgentOptions, stack: ExitStack) -> Programs:
+    if options.when_full == "cut":
+        raise UserError(
+            "agent.when_full cut is for environments: a program keeps its conversation itself; leave it out"
+        )
+    return stack.enter_context(Programs(source, options))
+
+
+def try_out(env: EnvSource, envs: Envs | Programs, row: Mapping[str, Any]) -> None:
     """A dry episode of one step in an environment that is not built in, so that one that cannot work is found at once.
 
     What `step` raises is a warning only: the message is ours, not the policy's.
     """
-    if isinstance(env, str) and is_task(env):
+    if isinstance(envs, Programs) or (isinstance(env, str) and is_task(env)):
         return
     label = env_label(env)
     (found,) = envs.ask("start", {0: (row, 0)}).values()
@@ -130,7 +143,7 @@ def try_out(env: EnvSource, envs: Envs, row: Mapping[str, Any]) -> None:
 
 
 def open_arena(
-    envs: Envs,
+    envs: Envs | Programs,
     options: AgentOptions,
     *,
     policy: LoadedModel,
@@ -169,4 +182,6 @@ def check_episodes(options: RLOptions) -> None:
 
 def env_label(env: EnvSource) -> str:
     """What config.json says of an environment."""
+    if isinstance(env, Program):
+        return f"{GIVEN} agent {env.name}"
     return env if isinstance(env, str) else f"{GIVEN} {getattr(env, '__name__', type(env).__name__)}"

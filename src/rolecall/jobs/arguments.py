@@ -6,6 +6,8 @@ from os import PathLike, fspath
 from typing import Any
 
 from rolecall.agents.adapters import ToolsEnv
+from rolecall.agents.programs import PREFIX, Program
+from rolecall.config.agents import AgentOptions
 from rolecall.config.given import GivenObject
 from rolecall.config.merge import ARGUMENTS, SAVED, preset_layer, resolve
 from rolecall.config.resume import saved_settings
@@ -44,6 +46,11 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
             if found.get(ours) is not None:
                 raise UserError(f"`{name}` is `{ours}` under another name; keep one")
             found[ours] = value
+    if found.get("agent") is not None and not isinstance(found["agent"], Mapping | AgentOptions):
+        if found.get("env") is not None:
+            raise UserError("`agent` is a program that plays episodes itself, and there is `env`: give one of them")
+        program = found.pop("agent")
+        found["env"] = f"{PREFIX}{program}" if isinstance(program, str) else Program(program)
     if isinstance(found.get("env"), Mapping):
         raise UserError(
             "a run has one environment: give a class; rows that tell what to play are handed to its `reset`"
@@ -69,6 +76,8 @@ def _rows(given: Any) -> str:
 
 
 def _env(given: Any) -> str:
+    if isinstance(given, Program):
+        return GivenObject(f"agent {given.name}", given)
     return given if isinstance(given, str) else GivenObject(getattr(given, "__name__", type(given).__name__), given)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rolecall.agents.episodes import EnvOnly, EpisodeEvaluator, Episodes
 from rolecall.agents.pool import Envs
+from rolecall.agents.programs import Programs
 from rolecall.config.given import resolve_source
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
@@ -67,7 +68,8 @@ def rl(
     """Train with RL: `rl(model="tiny", rows="data.jsonl", reward=my_reward, preset="grpo", steps=50)`.
 
     `rows` and `eval_data` may be lists of dicts, data frames or Hugging Face datasets, `reward` a function or a list of
-    them, `env` a class of environments to play episodes of several turns in; `advantage(batch)` and `loss(outputs, batch)`
+    them, `env` a class of environments to play episodes of several turns in, `agent` a function (base URL, key, row) that
+    plays them itself; `advantage(batch)` and `loss(outputs, batch)`
     replace the preset's own. All other settings are those of `rolecall rl`, nested or dotted.
     """
     arguments = {**settings, "rows": rows, "eval_data": eval_data, "env": env, "reward": reward}
@@ -84,7 +86,7 @@ class _Asked:
     reward: Reward
     test_reward: str | None = None
     """That of the evaluation's task."""
-    envs: Envs | None = None
+    envs: Envs | Programs | None = None
     """Where episodes are played."""
 
 
@@ -154,9 +156,8 @@ def build(job: Job) -> Built:
 
 def _scored(updater: Updater, batch: Batch, wanted: Tensor) -> Tensor:
     """How servers are compared with the policy as it is now."""
-    device, budget = updater.accelerator.device, updater.token_budget
     with updater.autocast():
-        return score(updater.module, batch, wanted, temperature=1.0, token_budget=budget, device=device).logprobs
+        return score(updater.module, batch, wanted, temperature=1.0, token_budget=updater.token_budget).logprobs
 
 
 def _played(job: Job) -> EnvSource | None:

@@ -96,7 +96,7 @@ class ServerEngine(Engine):
 
     async def _open(self, urls: Sequence[str], key: str | None) -> list[Server]:
         o = self.options
-        connections = [Connection(url, key=key, silence=o.worker_silence, deadline=o.worker_deadline) for url in urls]
+        connections = [Connection(url, key=key, deadline=o.worker_deadline) for url in urls]
         self._background.connections.extend(connections)
         opened = (Server.open(connection, DIALECTS, silence=o.worker_silence) for connection in connections)
         return list(await asyncio.gather(*opened))

@@ -7,7 +7,7 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -20,7 +20,7 @@ UPLOAD = "application/octet-stream"
 """The content type of bodies that are not JSON."""
 
 _HEAD_BYTES = 32 * 1024
-_IDLE_SECONDS, _BODY_SECONDS = 600.0, 120.0
+_IDLE_SECONDS, _BODY_SECONDS, _LINGER_SECONDS = 600.0, 120.0, 2.0
 
 
 class HttpError(Exception):
@@ -44,7 +44,17 @@ class HttpRequest:
 
 
 Handler = Callable[[HttpRequest], Awaitable[Any]]
-"""Takes a request and returns what to send as JSON. Cancelled if the client hangs up."""
+"""Takes a request and returns what to send: as JSON, or `Events`. Cancelled if the client hangs up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Events:
+    """What to send as server-sent events."""
+
+    data: Iterable[str]
+    """Of each event, a line."""
+    sent: Callable[[bool], None] = lambda whole: None
+    """Called in the end: whether the client took all of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,10 +72,16 @@ class HttpServer:
     """Bytes of a body that is not JSON (application/octet-stream)."""
     open_paths: frozenset[str] = frozenset({"/health"})
     """What answers without the key."""
+    admit: Callable[[str, str], None] | None = None
+    """Takes a path and the key that was sent with it, and raises `HttpError` if that is not let in; in place of `key`."""
 
     async def start(self, host: str, port: int) -> asyncio.Server:
         """Listen. The port of the returned server is the one that was found, if `port` is 0."""
         return await asyncio.start_server(self._connected, host, port, limit=_HEAD_BYTES)
+
+    async def start_unix(self, path: str) -> asyncio.Server:
+        """Listen on a socket of the file system."""
+        return await asyncio.start_unix_server(self._connected, path, limit=_HEAD_BYTES)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -81,6 +97,7 @@ class HttpServer:
             request, keep = await self._read(reader, writer)
         except HttpError as error:
             await _send(writer, error.status, _error(error.status, str(error)), keep=False)
+            await _linger(reader)
             return False
         work = asyncio.ensure_future(self.handler(request))
         more = asyncio.ensure_future(reader.read(1))  # nothing comes before the answer but the end of the connection
@@ -94,7 +111,10 @@ class HttpServer:
             more.cancel()
             with suppress(asyncio.CancelledError, ConnectionError):
                 keep = keep and not await more
-        await _send(writer, status, answer, keep=keep)
+        if isinstance(answer, Events):
+            await _send_events(writer, answer)
+        else:
+            await _send(writer, status, answer, keep=keep)
         return keep
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[HttpRequest, bool]:
@@ -132,6 +152,9 @@ class HttpServer:
         if path in self.open_paths:
             return
         given = headers.get("authorization", "").encode(errors="replace")
+        if self.admit is not None:
+            self.admit(path, given.decode().removeprefix("Bearer "))
+            return
         if not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
             raise HttpError(401, "the key is missing or wrong: send `Authorization: Bearer KEY`")
 
@@ -167,6 +190,30 @@ def _parsed(head: bytes) -> tuple[str, str, str, dict[str, str]]:
 
 def _error(status: int, message: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": HTTPStatus(status).phrase, "code": status}}
+
+
+async def _linger(reader: asyncio.StreamReader) -> None:
+    """Read what a client is still sending, for a while: one that finds the connection reset never reads the answer."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_SECONDS):
+            while await reader.read(1 << 16):
+                pass
+
+
+async def _send_events(writer: asyncio.StreamWriter, events: Events) -> None:
+    whole = False
+    try:
+        head = ["HTTP/1.1 200 OK", "Content-Type: text/event-stream", "Cache-Control: no-cache"]
+        writer.write("\r\n".join([*head, "Transfer-Encoding: chunked", "", ""]).encode())
+        for data in events.data:
+            event = f"data: {data}\n\n".encode()
+            writer.write(b"%x\r\n%s\r\n" % (len(event), event))
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+        whole = True
+    finally:
+        events.sent(whole)
 
 
 async def _send(writer: asyncio.StreamWriter, status: int, answer: Any, *, keep: bool) -> None:

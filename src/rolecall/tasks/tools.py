@@ -36,11 +36,25 @@ _JSON_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
 
 def find_calls(text: str, tools: Sequence[str] = ()) -> list[ToolCall]:
     """The calls in a text, in order. `tools` are the names that the short form is looked for."""
-    found = [(match.start(), _json_call(match)) for match in _JSON_CALL.finditer(text)]
+    return [call for _, call in _calls(text, tools)]
+
+
+def split_calls(text: str, tools: Sequence[str] = ()) -> tuple[str, list[ToolCall]]:
+    """(what stands beside the calls, the calls), as chat APIs tell them apart."""
+    found, rest, end = _calls(text, tools), "", 0
+    for match, _ in found:
+        if match.start() >= end:
+            rest += text[end : match.start()]
+            end = match.end()
+    return (rest + text[end:]).strip() if found else text, [call for _, call in found]
+
+
+def _calls(text: str, tools: Sequence[str]) -> list[tuple[re.Match[str], ToolCall]]:
+    found = [(match, _json_call(match)) for match in _JSON_CALL.finditer(text)]
     for name in tools:
         pattern = re.compile(rf"<{re.escape(name)}>(.*?)(</{re.escape(name)}>|$)", re.DOTALL)
-        found += [(match.start(), _short_call(name, match)) for match in pattern.finditer(text)]
-    return [call for _, call in sorted(found, key=lambda pair: pair[0])]
+        found += [(match, _short_call(name, match)) for match in pattern.finditer(text)]
+    return sorted(found, key=lambda pair: pair[0].start())
 
 
 def call_tools(text: str, tools: Mapping[str, Callable[..., Any]], *, short: Sequence[str]) -> Step | None:

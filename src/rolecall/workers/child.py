@@ -30,14 +30,14 @@ Answer = Callable[[Any, Send], None]
 
 def main(module: str, channel_fd: int, life_fd: int, namespaces: bool) -> None:
     """Serve the trainer at the other end of the socket until it hangs up."""
-    channel = socket.socket(fileno=channel_fd)
-    walls, unseen = _receive(channel)
+    trainer = socket.socket(fileno=channel_fd)
+    walls, unseen = _receive(trainer)
     try:
         enclose(walls, namespaces=namespaces, life_fd=life_fd, close=(channel_fd,))
         refused = ""
     except Refused as error:
         refused = str(error)
-    _WALLS.walls, _WALLS.unseen = walls, unseen
+    _WALLS.walls, _WALLS.unseen, _WALLS.channel = walls, unseen, trainer
 
     def send(message: dict[str, Any]) -> None:
         if _WALLS.sought:
@@ -48,7 +48,7 @@ def main(module: str, channel_fd: int, life_fd: int, namespaces: bool) -> None:
             error = f"it sent back {len(body) / 1e6:.0f} MB, and {walls.frame_mb} MB is the limit"
             kept = {name: message[name] for name in ("at", "done") if name in message}
             body = json.dumps(kept | ({"error": error} if kept else {"fatal": error})).encode()
-        channel.sendall(HEADER.pack(len(body)) + body)
+        trainer.sendall(HEADER.pack(len(body)) + body)
 
     with suppress(BrokenPipeError, ConnectionResetError):  # the trainer has hung up: there is nobody to tell
         send({"refused": refused})  # the first frame, before any other code has run
@@ -56,7 +56,7 @@ def main(module: str, channel_fd: int, life_fd: int, namespaces: bool) -> None:
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
             ours = import_module(module)
             watch_network(walls, refuse=not namespaces, note=_WALLS.sought.append)
-            _serve(ours, channel, send)
+            _serve(ours, trainer, send)
 
 
 @dataclass(slots=True)
@@ -67,9 +67,21 @@ class _Enclosed:
     unseen: list[str] = field(default_factory=list)
     sought: list[str] = field(default_factory=list)
     """What it tried to reach without a network."""
+    channel: socket.socket | None = None
 
 
 _WALLS = _Enclosed()
+
+
+def channel() -> socket.socket:
+    """What the trainer is heard by: for an `Answer` that takes messages while it works."""
+    assert _WALLS.channel is not None
+    return _WALLS.channel
+
+
+def receive() -> Any:
+    """The next message of the trainer's while a job is done; None when it has hung up."""
+    return _receive(channel())
 
 
 def _serve(module: Any, channel: socket.socket, send: Send) -> None:
