@@ -279,7 +279,7 @@ def scorer_of(policy):
     from rolecall.remote.probe import scored
 
     module = PolicyModel(policy.model)
-    return lambda batch, wanted: scored(module, batch, wanted, temperature=1.0, token_budget=8192, device="cpu")
+    return lambda batch, wanted: scored(module, batch, wanted, temperature=1.0, token_budget=8192)
 
 
 def test_a_load_that_fails_once_is_done_again(url, monkeypatch, caplog):
