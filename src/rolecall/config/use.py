@@ -24,6 +24,11 @@ class EvalOptions(RewardProcessOptions, ModelUseOptions):
     """How good a model is on held-out rows: accuracy, avg@k, pass@k, length, truncation, KL to another model."""
 
     command: ClassVar[str] = "eval"
+    model: str
+    """`tiny`, a model directory, a .gguf file, a Hugging Face hub id, a run's directory, or the address of an
+    OpenAI-compatible API, such as http://127.0.0.1:8750/v1 (docs/servers.md)."""
+    served_model: str | None = None
+    """With an address: which of its models; the only one if not given."""
     rows: str | None = None
     """Prompts: a file, a saved dataset, or a task (its test split). If not given, or if they are those the run in `model` learned from, the ones it held out."""
     env: str | None = field(default=None, metadata=AGENT_FLAG)
@@ -54,6 +59,27 @@ class EvalOptions(RewardProcessOptions, ModelUseOptions):
             raise ValueError(f"n and samples must be at least 1, got {self.n} and {self.samples}")
         if self.against is not None and self.samples < 2:
             raise ValueError("the KL to another model is measured on sampled answers: give samples above 1")
+        if self.behind_api:
+            self._check_api()
+        elif self.served_model is not None:
+            raise ValueError("served_model is one of an API: give its address as model")
+
+    @property
+    def behind_api(self) -> bool:
+        """Whether the model is somebody else's, and text is all that comes from it."""
+        return self.model.startswith(("http://", "https://"))
+
+    def _check_api(self) -> None:
+        """Refuse what needs a model's tokens or weights."""
+        for name, given in (
+            ("env", self.env is not None),
+            ("against", self.against is not None),
+            ("engine", self.engine != EngineOptions()),
+            ("policy", self.policy != LoadOptions()),
+            ("sampling.stop_ids", self.sampling.stop_ids is not None),
+        ):
+            if given:
+                raise ValueError(f"{name} needs the model itself, and {self.model} gives text only: leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
