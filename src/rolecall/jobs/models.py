@@ -155,7 +155,13 @@ def sampler(policy: LoadedModel, options: Any, *, timer: Timer | None = None, sc
     if not o.workers:
         return open_engine(plain, **how)
     reads = reading(options.policy) | {"dtype": getattr(options.policy, "dtype", "float32")}
-    return EnginePool(plain, o, how=how, reads=reads, add=(timer or Timer()).add)
+    pool: Any = EnginePool
+    if o.cluster == "ray":
+        from rolecall.rollout.ray_pool import RayPool  # and Ray, which nothing else needs
+
+        pool = RayPool
+    made: Engine = pool(plain, o, how=how, reads=reads, add=(timer or Timer()).add)
+    return made
 
 
 def _on_servers(

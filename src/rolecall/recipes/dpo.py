@@ -67,15 +67,16 @@ class DPOLearner(RowsLearner):
         self.measured(meter, **step)
 
     def evaluate(self, pairs: Sequence[Pair[Trajectory]]) -> dict[str, float]:
-        """The same numbers on other pairs."""
-        batch, o = self.batch_of(pairs), self.options
+        """The same numbers on other pairs, which ranks share."""
+        own = self.updater.ranks.share(pairs)
+        batch, o = self.batch_of(own or pairs[:1]), self.options  # every rank takes part in the passes
         mask = self.rule.eligible(batch.roles)
-        policy = _of_pairs(self._score(self.updater.module, batch), mask).double()
-        reference = _of_pairs(batch.ref_logprobs, mask).double()
+        policy = _of_pairs(self._score(self.updater.module, batch), mask)[:, : len(own)].double()
+        reference = _of_pairs(batch.ref_logprobs, mask)[:, : len(own)].double()
         meter = Meter()
         meter.mean("loss", dpo(*policy, *reference, beta=o.beta, label_smoothing=o.label_smoothing))
         _measure(meter, policy, reference, beta=o.beta)
-        return meter.result()
+        return meter.result(self.updater.all_sum)
 
     def _logprobs(self, batch: Batch, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """(log-probs with gradient, where they count) of some rows; of no rows, those of two pairs of tokens that do not count."""

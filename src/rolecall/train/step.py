@@ -388,7 +388,8 @@ class _Tally:
                 self._take(name, chunk.rows, bool(is_odd), summed, detached)
             for name in chunk.outputs:
                 tensor = next(tensors)
-                self._outputs.setdefault(name, torch.zeros(self._shape))[chunk.rows, : tensor.shape[1]] = tensor
+                held = self._outputs.setdefault(name, torch.zeros(self._shape, dtype=torch.float32))
+                held[chunk.rows, : tensor.shape[1]] = tensor
         self._chunks.clear()
 
     def _take(self, name: str, rows: Tensor, is_odd: bool, summed: Tensor, detached: Tensor) -> None:
