@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from rolecall.config.memory import TINY, config_of, memory_line, model_size
+from rolecall.config.memory import TINY, activation_bytes, adapter_parameters, config_of, memory_line, shape_of
 from rolecall.config.merge import resolve
 from rolecall.config.rl import RLOptions
 from rolecall.config.training import DPOOptions, SFTOptions
@@ -30,15 +30,15 @@ def test_parameters_are_those_of_the_model(tied):
     config = SMOLLM2 | {"tie_word_embeddings": tied, "head_dim": 32}
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**config))
-    assert model_size(config).parameters == sum(p.numel() for p in model.parameters())
+    assert shape_of(config).parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_the_built_in_model_and_its_adapter():
     policy = load("tiny")
-    size = model_size(TINY)
-    assert size.parameters == sum(p.numel() for p in policy.model.parameters())
+    shape = shape_of(TINY)
+    assert shape.parameters == sum(p.numel() for p in policy.model.parameters())
     with_adapter = add_adapter(policy, rank=4, alpha=8)
-    assert 4 * size.sides == sum(p.numel() for p in with_adapter.model.parameters() if p.requires_grad)
+    assert adapter_parameters(shape, 4) == sum(p.numel() for p in with_adapter.model.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("working", [torch.float32, torch.bfloat16])
@@ -59,8 +59,8 @@ def test_activations_are_what_the_flat_pass_keeps(working, monkeypatch):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         out = FlatTrunk(model)(ids, torch.ones_like(ids, dtype=torch.bool), dtype=working)
-    size = model_size(config)
-    expected = ids.numel() * size.layers * (2 * 4 * size.width + size.between * working.itemsize)
+    shape = shape_of(config)
+    expected = ids.numel() * shape.layers * activation_bytes(shape, working.itemsize)
     assert out.requires_grad
     assert sum(held.values()) == pytest.approx(expected, rel=0.15)
 
@@ -106,8 +106,8 @@ def test_what_makes_it_less(directory):
 
 def test_a_model_that_is_not_here_or_is_of_another_family(tmp_path):
     assert "16 bytes per parameter" in memory_line(of(SFTOptions, "somebody/something"))
-    assert model_size({**SMOLLM2, "num_local_experts": 8}) is None
-    assert model_size({"model_type": "gpt2", "n_embd": 768}) is None
+    assert shape_of({**SMOLLM2, "num_local_experts": 8}) is None
+    assert shape_of({"model_type": "gpt2", "n_embd": 768}) is None
 
 
 def test_a_downloaded_model_is_found_in_the_hub_s_cache(tmp_path, monkeypatch):

@@ -7,11 +7,11 @@ Weights, gradients and the optimiser's two moments have the dtype of the weights
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rolecall.config.plan import CHUNK_LOGITS, processes
+from rolecall.planning.cost import Shape
 
 TINY: Mapping[str, Any] = {
     "hidden_size": 128,
@@ -28,88 +28,74 @@ _LOGIT_COPIES = 4
 """Tensors of a chunk's size that exist while the gradient of its logits is computed in torch."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSize:
-    """How large a Llama-family model is."""
-
-    parameters: int
-    linear: int
-    """Those in the layers' matrices."""
-    sides: int
-    """Rows and columns of these matrices together: a LoRA adapter of rank r has r times as many parameters."""
-    layers: int
-    width: int
-    between: int
-    """Numbers that a layer keeps of a token in the working dtype."""
-    vocabulary: int
-
-
-def model_size(config: Mapping[str, Any]) -> ModelSize | None:
-    """The size by a config.json; None if it is of a family with other layers."""
-    try:
-        h, layers, middle = (int(config[k]) for k in ("hidden_size", "num_hidden_layers", "intermediate_size"))
-        heads, vocabulary = int(config["num_attention_heads"]), int(config["vocab_size"])
-    except (KeyError, TypeError, ValueError):
-        return None
+def shape_of(config: Mapping[str, Any]) -> Shape | None:
+    """A model's shape by its config.json; None if it is of a family with other layers."""
     if any("expert" in key and value for key, value in config.items()):
         return None
-    d = int(config.get("head_dim") or h // heads)
-    kv = int(config.get("num_key_value_heads") or heads)
-    shapes = [(heads * d, h), (kv * d, h), (kv * d, h), (h, heads * d), (middle, h), (middle, h), (h, middle)]
-    linear = layers * sum(rows * columns for rows, columns in shapes)
-    embeddings = vocabulary * h * (1 if config.get("tie_word_embeddings", False) else 2)
-    return ModelSize(
-        parameters=linear + embeddings + (2 * layers + 1) * h,
-        linear=linear,
-        sides=layers * sum(rows + columns for rows, columns in shapes),
-        layers=layers,
-        width=h,
-        between=2 * h + (2 * heads + 2 * kv) * d + 2 * middle,
-        vocabulary=vocabulary,
+    try:
+        return Shape.of(config)
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def adapter_parameters(shape: Shape, rank: int) -> int:
+    """Those of a LoRA adapter on all linear layers: rank x (rows + columns) of each of their seven matrices."""
+    asked, kept, w, f = (
+        shape.heads * shape.head_size,
+        shape.key_heads * shape.head_size,
+        shape.width,
+        shape.feed_forward,
     )
+    return rank * shape.layers * (2 * (asked + w) + 2 * (kept + w) + 3 * (f + w))
+
+
+def activation_bytes(shape: Shape, working: int) -> int:
+    """What a layer keeps of a token, `working` bytes for a number in the working dtype; the residual stream is in float32."""
+    asked, kept = shape.heads * shape.head_size, shape.key_heads * shape.head_size
+    return 2 * shape.width * 4 + (2 * shape.width + 2 * asked + 2 * kept + 2 * shape.feed_forward) * working
 
 
 def memory_line(options: Any, *, reference: bool = False, critic: bool = False, sampler: bool = False) -> str:
     """What each process holds while it trains, part by part, for `--dry-run`."""
     config = config_of(options.model)
-    size = None if config is None else model_size(config)
-    if size is None:
+    shape = None if config is None else shape_of(config)
+    if shape is None:
         return (
             "memory: 16 bytes per parameter with float32 weights (4 each for weights and gradients, 8 for the optimiser), 4 more "
             "for a reference, and activations; how many parameters there are is not known before the model is read"
         )
-    parts = _parts(options, size, reference=reference, critic=critic)
+    parts = _parts(options, shape, reference=reference, critic=critic)
     said = ", ".join(f"{name} {_shown(held)}" for name, held in parts.items())
     whole = f"memory of each process, about: {said}; {_shown(sum(parts.values()))} in all"
-    copy = size.parameters * _BYTES[options.engine.dtype or options.policy.dtype] if sampler else 0
+    copy = shape.parameters * _BYTES[options.engine.dtype or options.policy.dtype] if sampler else 0
     return whole + (f", beside {_shown(copy)} of the sampler's weights" if sampler else "")
 
 
-def _parts(options: Any, size: ModelSize, *, reference: bool, critic: bool) -> dict[str, float]:
+def _parts(options: Any, shape: Shape, *, reference: bool, critic: bool) -> dict[str, float]:
     policy, tokens = options.policy, options.optim.token_budget
     each, working = _BYTES[policy.dtype], 2 if "bf" in policy.mixed_precision + policy.dtype else 4
-    lora = policy.lora_rank is not None
-    trained = size.sides * policy.lora_rank if lora else size.parameters
-    weights = size.parameters * each + (trained * each if lora else 0)
+    lora, linear = policy.lora_rank is not None, shape.layers * (shape.layer - 2 * shape.width)
+    trained = adapter_parameters(shape, policy.lora_rank) if lora else shape.parameters
+    weights = shape.parameters * each + (trained * each if lora else 0)
     if policy.quantize != "none":
-        weights -= size.linear * (each - _BYTES[policy.quantize])
+        weights -= linear * (each - _BYTES[policy.quantize])
     models = 2 if critic else 1  # a critic of its own trains all its weights
-    moved = trained + (size.parameters if critic else 0)
+    moved = trained + (shape.parameters if critic else 0)
     sharded = options.train.shard == "fsdp2"
     share = processes() if sharded else 1
-    kept = tokens * (2 * size.width * 4 + size.between * working)
+    kept = tokens * activation_bytes(shape, working)
     if policy.gradient_checkpointing:  # the input of every layer, and one layer's own
-        kept = kept + tokens * size.width * working * size.layers
+        kept += tokens * shape.width * working * shape.layers
     else:
-        kept *= size.layers
+        kept *= shape.layers
     parts = {
-        "weights": (weights + (size.parameters * each if critic else 0)) / share,
+        "weights": (weights + (shape.parameters * each if critic else 0)) / share,
         "gradients": moved * each / share,
         "optimiser": 2 * moved * each / share,
-        "reference": (size.parameters * each if reference and not lora else 0) / share,
-        "gathered layers": 2 * size.linear / size.layers * working if sharded else 0,
+        "reference": (shape.parameters * each if reference and not lora else 0) / share,
+        "gathered layers": 2 * shape.layer * working if sharded else 0,
         f"activations of {tokens:,} tokens": float(models * kept),
-        "logits": float(_LOGIT_COPIES * 4 * min(CHUNK_LOGITS, size.vocabulary * tokens)),
+        "logits": float(_LOGIT_COPIES * 4 * min(CHUNK_LOGITS, shape.vocabulary * tokens)),
     }
     return {name: held for name, held in parts.items() if held}
 
