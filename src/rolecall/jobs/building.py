@@ -11,6 +11,8 @@ import torch
 from accelerate import Accelerator
 
 from rolecall.errors import UserError
+from rolecall.policy.compiling import compile_layers
+from rolecall.policy.device import set_tf32
 from rolecall.policy.load import LoadedModel, save, save_about
 from rolecall.policy.lora import assembled, export, has_adapter
 from rolecall.policy.model import PolicyModel
@@ -74,6 +76,7 @@ def prepared(module: torch.nn.Module, job: Job, *, reference: Reference | None =
     options, accelerator = job.options, job.accelerator
     optim, train, device = options.optim, options.train, accelerator.device
     wrapped: torch.nn.Module = module
+    set_tf32(device, on=options.policy.tf32)
     if train.shard == "fsdp2":
         if train.offload and device.type == "cpu":
             raise UserError(
@@ -93,6 +96,7 @@ def prepared(module: torch.nn.Module, job: Job, *, reference: Reference | None =
         wrapped, optimizer = accelerator.prepare(module, make_optimizer(module, optim))
         if reference is not None and reference.frozen is not None:
             reference.frozen.to(device)
+        _settle(job, [module, *([] if reference is None or reference.frozen is None else [reference.frozen])])
     return Updater(
         accelerator,
         wrapped,
@@ -101,6 +105,17 @@ def prepared(module: torch.nn.Module, job: Job, *, reference: Reference | None =
         max_grad_norm=optim.max_grad_norm,
         timer=job.timer,
     )
+
+
+def _settle(job: Job, modules: list[torch.nn.Module]) -> None:
+    """How these compute, where that is chosen before the first step: compiled, or off the CPU."""
+    if job.options.policy.compile:
+        layers = sum(compile_layers(module) for module in modules)
+        _log.info("%d layers are compiled as they are first used", layers)
+    elif job.accelerator.device.type != "cpu":
+        with job.accelerator.autocast():
+            for part in (part for module in modules for part in module.modules()):
+                getattr(part, "settle", lambda **_: None)(flat=True)
 
 
 def build_policy(
