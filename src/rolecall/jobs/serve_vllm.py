@@ -21,7 +21,7 @@ from rolecall.config.use import KEY_VARIABLE, ServeOptions
 from rolecall.errors import UserError
 from rolecall.jobs.models import model_directory, open_model
 from rolecall.jobs.serve import LOOPBACK, Serving
-from rolecall.policy.load import cache_root, load, reading, save
+from rolecall.policy.load import cache_root, reading, save
 from rolecall.serving.vllm import VERSION, Launch, vllm_python
 
 _START_SECONDS = 1800.0
@@ -98,9 +98,7 @@ def _readable(options: ServeOptions, scratch: Path) -> str:
     path = Path(name).expanduser()
     if (path / "config.json").is_file():
         return str(path.resolve())
-    if name == "tiny":
-        save(load(name), scratch)
-    elif path.exists():  # a .gguf file, an adapter's directory
+    if name == "tiny" or path.exists():  # a .gguf file, an adapter's directory
         save(open_model(options.model, dtype=options.dtype, **reading(options.policy)), scratch)
     else:
         return name
