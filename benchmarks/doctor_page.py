@@ -123,8 +123,14 @@ def what_it_did(place: Path, name: str) -> str | None:
     changed = json.loads((treated / "made.json").read_text()).get("changed", {})
     flags = " ".join(f"--{key} {_flag(value)}" for key, value in changed.items())
     numbers = [_ends(show, _end(treated, show), _end(sick, show)) for show in plan.shows]
-    gone = kind_of(name) not in {one.kind for one in findings(treated)}
-    return f"with {flags}, {' and '.join(numbers)}; it was {'not found any more' if gone else 'still found'}"
+    before, after = ({one.kind for one in findings(run)} for run in (sick, treated))
+    said = "still found" if kind_of(name) in after else "not found any more"
+    new = (
+        f", but {', '.join(sorted(after - before))} {'were' if len(after - before) > 1 else 'was'}"
+        if after - before
+        else ""
+    )
+    return f"with {flags}, {' and '.join(numbers)}; it was {said}{new}"
 
 
 def _ends(name: str, treated: str | None, sick: str | None) -> str:
