@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 from rolecall.experience.store import read_rollouts
 
 REWARD = """
-def letters(completions, **columns):
-    return [len(set(text)) / 6 + text.count("1") for text in completions]
+def letters(completions, log_metric, **columns):
+    log_metric("answers/long", sum(len(text) > 4 for text in completions) / len(completions))
+    found = [len(set(text)) / 6 + text.count("1") for text in completions]
+    return [float("nan") if sum(text.encode()) % 5 == 0 else score for text, score in zip(completions, found)]
 """
 SHORT = ["--rows", "sorting:length=2", "--prompts", "4", "--samples", "4", "--steps", "2", "--quiet"]
 SHORT += ["--reward", "rewards.py:letters", "--sampling.max_new_tokens", "6", "--optim.lr", "3e-4"]
@@ -48,6 +50,7 @@ def test_ranks_change_nothing_but_rounding(tmp_path, case, counts):
             drawn = {(t.group, t.episode): t.ids for t in whole.trajectories}
             assert len(part.trajectories) == len(whole.trajectories) // count, "rank 0 has its share"
             assert all(drawn[t.group, t.episode] == t.ids for t in part.trajectories)
+        assert any(line.get("rewards/letters/failed", 0) > 0 for line in metrics[1])
         for alone, together in zip(metrics[1], metrics[count], strict=True):
             assert alone.keys() == together.keys()
             assert together == pytest.approx(alone, rel=2e-3, abs=2e-5)
