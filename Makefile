@@ -7,7 +7,7 @@ STAMPS := $(VENV)/.stamps
 
 AGAINST ?= HEAD~1
 
-.PHONY: help setup demo faults frozen docs-site wheel package test test-slow test-plain check format bench results results-quick mutate mutate-wiring mutants-listed kernels docs clean
+.PHONY: help setup demo faults frozen docs-site wheel package test test-slow test-cluster test-plain check format bench results results-quick mutate mutate-wiring mutants-listed kernels docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -25,6 +25,10 @@ $(STAMPS)/dev: $(STAMPS)/venv pyproject.toml constraints.txt
 
 $(STAMPS)/mutate: $(STAMPS)/dev
 	$(PIP) -e '.[mutate]'
+	@touch $@
+
+$(STAMPS)/ray: $(STAMPS)/dev
+	$(PIP) -e '.[ray]'
 	@touch $@
 
 $(STAMPS)/site: $(STAMPS)/dev
@@ -49,6 +53,9 @@ test: $(STAMPS)/dev $(STAMPS)/browser  ## the default test suite
 
 test-slow: $(STAMPS)/dev  ## tests that take minutes or a downloaded model
 	$(BIN)/pytest -m slow --timeout=3000
+
+test-cluster: $(STAMPS)/ray  ## the pool of Ray actors, on a cluster of three machines that Ray fakes here
+	$(BIN)/pytest -m slow --timeout=300 tests/cluster
 
 test-plain: $(STAMPS)/dev  ## the tests of models, engines and updates with every fast path turned off
 	ROLECALL_FLAT=0 ROLECALL_KERNELS=0 $(BIN)/pytest -n 2 --dist loadfile tests/policy tests/rollout tests/agents tests/train tests/recipes

@@ -61,6 +61,15 @@ class RunOptions:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
+    def _shared_out(self, *names: str) -> None:
+        """Each process of the job takes its share of a step, and none may have nothing to do."""
+        for name in names:
+            if getattr(self, name) < processes():
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, which {processes()} processes cannot share: give at least "
+                    f"{processes()}, or start fewer processes"
+                )
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardProcessOptions:
@@ -206,6 +215,9 @@ class EngineOptions:
     """Answers that grow at a time."""
     workers: int = 0
     """Processes that sample, each with an engine of its own (docs/cluster.md); 0: the one that trains."""
+    cluster: Literal["none", "ray"] = "none"
+    """`ray`: the workers are Ray actors, on the cluster that RAY_ADDRESS names or one that is started here (needs
+    `rolecall[ray]`)."""
     worker_prompts: int = 1
     """Prompts that a worker answers together. Answers depend on it (a little), but not on the number of workers."""
     worker_threads: int = 1
@@ -231,6 +243,8 @@ class EngineOptions:
         elif self.weights_directory is not None or self.name == "vllm":
             given = "name vllm" if self.weights_directory is None else "weights_directory"
             raise ValueError(f"engine.{given} is for servers: give engine.servers too")
+        if self.cluster != "none" and not self.workers:
+            raise ValueError(f"engine.cluster {self.cluster} says where engine.workers are: give their number too")
         if self.workers < 0 or self.worker_prompts < 1 or self.worker_threads < 1:
             raise ValueError(
                 "engine.workers is 0 or a number of processes, worker_prompts and worker_threads are at least 1, got "

@@ -219,13 +219,14 @@ class RescoreOptions(RewardProcessOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """A page to look at a run: what ran, before and after, curves, and some answers token by token."""
+    """A page to look at a run: what ran, before and after, curves, and some answers token by token. Several runs are compared
+    on one page."""
 
     command: ClassVar[str] = "report"
-    run: str = field(metadata={"bare": True})
-    """The directory of a run or of a demo; one that still goes on is shown as far as it is."""
+    run: tuple[str, ...] = field(metadata={"bare": True})
+    """The directory of a run or of a demo; one that still goes on is shown as far as it is. Several runs are compared."""
     out: str | None = None
-    """The file to write; report.html in the run's directory if not given."""
+    """The file to write; report.html in the run's directory if not given. A comparison needs it."""
     png: bool = False
     """Also write each curve as a picture into `curves/` beside the page (needs `rolecall[plot]`)."""
 
@@ -242,6 +243,24 @@ class DoctorOptions:
     """The directory of a run; one that still goes on is looked at as far as it is."""
     json: bool = False
     """Print the findings as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffOptions:
+    """Where two runs part, from their files: the first step, answer and token, and what differs there. With several seeds on
+    each side, how far apart their numbers end and whether that is more than noise.
+
+    The exit code is 0 if the runs are the same as far as both go, and 1 if they part.
+    """
+
+    command: ClassVar[str] = "diff"
+    runs: tuple[str, ...] = field(metadata={"bare": True})
+    """The directories of the runs: the first is compared with each other one. Runs whose settings are equal but for the seed
+    are one side."""
+    against: tuple[str, ...] = field(default=(), metadata={"words": True})
+    """The runs of the other side, where equal settings do not tell the sides apart: `A1 A2 --against B1 B2`."""
+    json: bool = False
+    """Print all that was found as one JSON object."""
 
 
 @dataclass(frozen=True, kw_only=True)

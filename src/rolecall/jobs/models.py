@@ -158,7 +158,13 @@ def sampler(policy: LoadedModel, options: Any, *, timer: Timer | None = None, up
     if not o.workers:
         return open_engine(plain, **how)
     reads = reading(options.policy) | {"dtype": getattr(options.policy, "dtype", "float32")}
-    return EnginePool(plain, o, how=how, reads=reads, add=(timer or Timer()).add)
+    pool: Any = EnginePool
+    if o.cluster == "ray":
+        from rolecall.rollout.ray_pool import RayPool  # and Ray, which nothing else needs
+
+        pool = RayPool
+    made: Engine = pool(plain, o, how=how, reads=reads, add=(timer or Timer()).add)
+    return made
 
 
 def _plain(policy: LoadedModel) -> LoadedModel:
@@ -173,7 +179,7 @@ def _on_servers(
     from rolecall.remote.engine import ServerEngine  # and httpx, which nothing else needs
 
     mixed = getattr(options.policy, "mixed_precision", "no") == "bf16"
-    alone = partial(scored, PolicyModel(policy.model), temperature=1.0, token_budget=8192, device=policy.model.device)
+    alone = partial(scored, PolicyModel(policy.model), temperature=1.0, token_budget=8192)
     return ServerEngine(
         _plain(policy),
         options.engine,
@@ -190,9 +196,8 @@ def _on_servers(
 
 def _scored_by(updater: Updater, batch: Batch, wanted: Tensor) -> Tensor:
     """How servers are compared with the policy as it is now."""
-    how = {"token_budget": updater.token_budget, "device": updater.accelerator.device}
     with updater.autocast():
-        return scored(updater.module, batch, wanted, temperature=1.0, **how)
+        return scored(updater.module, batch, wanted, temperature=1.0, token_budget=updater.token_budget)
 
 
 def as_served(options: Any, engine: Engine) -> Any:

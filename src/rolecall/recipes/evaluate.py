@@ -13,14 +13,13 @@ from rolecall.experience.batches import collate
 from rolecall.maths.kl import kl_estimate
 from rolecall.maths.roles import TrainRule
 from rolecall.policy.load import LoadedModel
-from rolecall.policy.sharded import local
 from rolecall.recipes.sampling import answer_text, answered, as_completion, prompt_request, trajectory_of
 from rolecall.rewards.records import Reward, Sample
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
 from rolecall.train.ranks import Ranks
 from rolecall.train.reference import Reference
-from rolecall.train.score import score
+from rolecall.train.score import assist, score
 from rolecall.train.timing import Timer
 from rolecall.types import Sampling, Trajectory
 
@@ -156,7 +155,7 @@ class Evaluator(HeldOut):
         if self.train_reward is not None and not sampled:
             pleased = self._score(self.train_reward, samples)
         kl = [0.0] * len(completions)
-        if sampled and self.reference is not None and completions:
+        if sampled and self.reference is not None:
             trajectories = [trajectory_of(requests[c.prompt], c, group=c.prompt) for c in completions]
             temperature = self.sampling.scoring_temperature
             kl = kl_to(self.reference, trajectories, temperature=temperature, token_budget=self.token_budget).tolist()
@@ -195,11 +194,14 @@ class Evaluator(HeldOut):
 def kl_to(
     reference: Reference, trajectories: Sequence[Trajectory], *, temperature: float, token_budget: int = 8192
 ) -> Tensor:
-    """[batch] KL from the policy to the reference over each trajectory, estimated (k1) on the policy's own samples."""
-    batch = collate(trajectories)
-    mask = TrainRule().eligible(batch.roles)
+    """[batch] KL from the policy to the reference over each trajectory, estimated (k1) on the policy's own samples. All ranks
+    must ask, also one that has no trajectories."""
     with reference.module() as frozen:
-        device = local(next(frozen.parameters())).device
-        ref = score(frozen, batch, mask, temperature=temperature, token_budget=token_budget, device=device)
+        if not trajectories:
+            assist(frozen, temperature=temperature)
+            return torch.zeros(0)
+        batch = collate(trajectories)
+        mask = TrainRule().eligible(batch.roles)
+        ref = score(frozen, batch, mask, temperature=temperature, token_budget=token_budget)
     assert batch.behaviour_logprobs is not None
     return kl_estimate(batch.behaviour_logprobs, ref.logprobs, mask, kind="k1").sum(dim=1)

@@ -2,13 +2,14 @@
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from rolecall.policy.load import load
 from rolecall.rollout.engine import Engine
@@ -37,8 +38,8 @@ class Unit:
     """Requests that are answered together, and by which weights."""
 
     requests: tuple[Request, ...]
-    weights: str
-    """A safetensors file."""
+    weights: Any
+    """Where they are: a safetensors file, or what the `Sampler` reads."""
     version: int
     hash: str
     """`weights_hash` of the weights as the engine must hold them."""
@@ -67,13 +68,15 @@ def open_worker(setup: Setup) -> tuple[dict[str, Any], Answer]:
 class Sampler:
     """An engine that takes the weights a unit asks for."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, *, read: Callable[[Any], Mapping[str, Tensor]] = load_file) -> None:
+        """`read` gets the weights that a unit names."""
+        self._read = read
         self.engine: Engine = open_engine(load(setup.model, **setup.how), version=-1, **setup.engine)
 
     def stream(self, unit: Unit) -> Iterator[Completion]:
         """The unit's answers as they end, after a check that the weights are those that were published."""
         if self.engine.version != unit.version:
-            self.engine.load(load_file(unit.weights), unit.version)
+            self.engine.load(self._read(unit.weights), unit.version)
             if (found := self.engine.hash()) != unit.hash:
                 self.engine.version = -1
                 raise RuntimeError(f"the weights of version {unit.version} arrived changed: {found} for {unit.hash}")

@@ -1,0 +1,312 @@
+"""A pool whose workers are Ray actors, on any machine of a cluster (needs `rolecall[ray]`).
+
+Ray places actors and carries weights and answers. Whether a worker lives is found out here: Ray takes a minute to notice a
+machine that is cut off. `engine.workers` actors are asked for; one that Ray cannot place waits until there is room, and the
+others go on without it.
+"""
+
+import importlib.metadata
+import logging
+import os
+import socket
+import tempfile
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+from safetensors.torch import load as from_bytes
+from safetensors.torch import save as to_bytes
+from torch import Tensor
+
+from rolecall.config.parts import EngineOptions
+from rolecall.errors import UserError
+from rolecall.policy.load import LoadedModel, save
+from rolecall.policy.sharded import whole
+from rolecall.rollout.engine import weights_hash
+from rolecall.rollout.units import CLOSING_S, Asked, Heard, UnitPool
+from rolecall.rollout.worker import Sampler, Setup, Unit, pack
+from rolecall.workers.pool import Broken
+
+_log = logging.getLogger("rolecall.rollout")
+
+_PLACE_S = 120.0
+"""How long there may be no worker that is ready before the pool gives up."""
+_CONNECT_S = 5.0
+
+
+class EngineActor:
+    """An engine in an actor. Two of its methods may run at a time, so that it gives signs of life while it samples."""
+
+    def __init__(self, files: Mapping[str, bytes], setup: Setup) -> None:
+        """`files` are those of the model, by name."""
+        torch.set_num_threads(setup.threads)
+        self._place = tempfile.TemporaryDirectory(prefix="rolecall-")
+        for name, content in files.items():
+            Path(self._place.name, name).write_bytes(content)
+        self._sampler = Sampler(replace(setup, model=self._place.name), read=_fetched)
+
+    def about(self) -> dict[str, str]:
+        """What it runs."""
+        return _versions()
+
+    def beat(self) -> int:
+        """A sign of life: its process."""
+        return os.getpid()
+
+    def answer(self, unit: Unit) -> list[dict[str, Any]]:
+        """All answers of a unit."""
+        return [pack(completion) for completion in self._sampler.stream(unit)]
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """An actor and what it was asked."""
+
+    actor: Any
+    about: Any
+    """Comes when it is ready; None after it came."""
+    begun: float = field(default_factory=monotonic)
+    beat: Any = None
+    asked_beat: float = 0.0
+    heard: float = 0.0
+    """When it gave its last sign of life."""
+    job: Asked | None = None
+    answers: Any = None
+
+    @property
+    def waits(self) -> list[Any]:
+        return [ref for ref in (self.about, self.beat, self.answers) if ref is not None]
+
+
+class RayPool(UnitPool):
+    """Samples in Ray actors. Weights travel through Ray's object store, and every worker checks their hash."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        options: EngineOptions,
+        *,
+        how: Mapping[str, Any],
+        reads: Mapping[str, Any],
+        add: Callable[[str, float], None] = lambda name, value: None,
+    ) -> None:
+        """As `EnginePool`. Connects to the cluster that the environment variable RAY_ADDRESS names, or starts one here."""
+        super().__init__(loaded, options, dtype=how["dtype"] or loaded.model.dtype, add=add)
+        self._ray, self._own = _connected(options)
+        self._places: list[_Place] = []
+        try:
+            _check_resources(self._ray, options)
+            setup = Setup(model="", how=reads, engine=how, threads=options.worker_threads, beat=0.0)
+            with tempfile.TemporaryDirectory() as place:
+                save(loaded, Path(place))
+                self._files = self._put({path.name: path.read_bytes() for path in Path(place).iterdir()})
+            self._actor = self._ray.remote(EngineActor).options(
+                num_cpus=options.worker_threads, max_concurrency=2, max_restarts=0, scheduling_strategy="SPREAD"
+            )
+            self._setup = setup
+            self.load(dict(loaded.model.named_parameters()), 0)
+            self._places = [self._placed() for _ in range(options.workers)]
+            while not any(place.about is None for place in self._places):
+                self._take_in(_ignore)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the actors, and the cluster if it was started here."""
+        self._closing = True
+        there = self._lock.acquire(timeout=CLOSING_S)
+        for place in self._places:
+            self._kill(place)
+        self._places = []
+        if self._own:
+            self._ray.shutdown()
+            self._own = False
+        if there:
+            self._lock.release()
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes of the workers that are ready, wherever they are."""
+        return [self._ray.get(place.actor.beat.remote()) for place in self._places if place.about is None]
+
+    def _publish(self, weights: Mapping[str, Tensor], version: int) -> tuple[Any, str]:
+        held = {name: whole(w.detach()).to("cpu", self.dtype).contiguous() for name, w in weights.items()}
+        return [self._put(to_bytes(held))], weights_hash(
+            held, self.dtype
+        )  # in a list, or Ray would send it with each unit
+
+    def _put(self, content: Any) -> Any:
+        try:
+            return self._ray.put(content)
+        except self._ray.exceptions.ObjectStoreFullError as error:
+            raise UserError(
+                "Ray's object store has no room for the weights; start the cluster with a larger --object-store-memory",
+                exit_code=75,
+            ) from error
+
+    def _placed(self) -> _Place:
+        actor = self._actor.remote(self._files, self._setup)
+        return _Place(actor=actor, about=actor.about.remote())
+
+    def _hand_out(self, queue: deque[Asked], heard: Heard) -> None:
+        for place in self._places:
+            if queue and place.about is None and place.job is None:
+                place.job, now = queue.popleft(), monotonic()
+                place.job.since = place.heard = place.asked_beat = now
+                place.answers = place.actor.answer.remote(place.job.unit)
+
+    def _take_in(self, heard: Heard) -> None:
+        waits = [ref for place in self._places for ref in place.waits]
+        patience = min(1.0, self.options.worker_silence / 5)
+        done, _ = self._ray.wait(waits, num_returns=1, timeout=patience) if waits else ([], [])
+        more, _ = self._ray.wait(waits, num_returns=len(waits), timeout=0) if done else ([], [])
+        for place in list(self._places):
+            try:
+                self._look_at(place, {*done, *more}, heard)
+            except UserError:
+                raise
+            except self._ray.exceptions.RayError as error:
+                self._broke(place, Broken(how="crash", why=_in_words(error)), heard)
+            except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):
+                self._broke(place, Broken(how="crash", why="it sent something unreadable"), heard)
+        last = max((place.begun for place in self._places), default=0.0)
+        if all(place.about is not None for place in self._places) and monotonic() - last > _PLACE_S:
+            raise UserError(
+                f"Ray has placed no rollout worker within {_PLACE_S:g} s: each needs {self.options.worker_threads} CPUs; look "
+                "at `ray status`, then resume",
+                exit_code=75,
+            )
+
+    def _look_at(self, place: _Place, done: set[Any], heard: Heard) -> None:
+        """Take what an actor has said, and ask it for a sign of life. What it raised is raised here."""
+        now = monotonic()
+        if place.about in done:
+            self._check_alike(self._ray.get(place.about))
+            place.about, place.heard = None, now
+        if place.beat in done:
+            self._ray.get(place.beat)
+            place.beat, place.heard = None, now
+        if place.job is None:
+            return
+        if place.answers in done:
+            job, said = place.job, self._ray.get(place.answers)
+            for answer in said:
+                heard(job, {"answer": answer})
+            heard(job, {"done": True})
+            place.job = place.answers = None
+        elif late := self._late(place.job):
+            self._broke(place, late, heard)
+        elif now - place.heard > self.options.worker_silence:
+            why = f"no sign of life within {self.options.worker_silence:g} s; it was killed"
+            self._broke(place, Broken(how="deadline", why=why), heard)
+        elif place.beat is None and now - place.asked_beat > self.options.worker_silence / 5:
+            place.beat, place.asked_beat = place.actor.beat.remote(), now
+
+    def _check_alike(self, said: Mapping[str, str]) -> None:
+        for name, own in _versions().items():
+            if said.get(name) != own:
+                raise UserError(
+                    f"a Ray worker has {name} {said.get(name)} and this process {own}: install the same on all machines"
+                )
+
+    def _broke(self, place: _Place, why: Broken, heard: Heard) -> None:
+        """Replace an actor; its unit is asked again."""
+        starting, job = place.about is not None, place.job
+        self._kill(place)
+        if starting and "Error" in why.why and not any(other.about is None for other in self._places):
+            raise UserError(f"a Ray worker cannot make its engine: {why.why}", exit_code=1)
+        self._pause()
+        self._places[self._places.index(place)] = self._placed()
+        if job is not None:
+            heard(job, why)
+        else:
+            self._lose(why.why)
+
+    def _kill(self, place: _Place) -> None:
+        with suppress(Exception):  # it may be dead, and so may be the cluster
+            self._ray.kill(place.actor, no_restart=True)
+
+    def _units_given(self) -> int:
+        return sum(place.job is not None for place in self._places)
+
+    def _abandon(self) -> None:
+        for i, place in enumerate(self._places):
+            if place.job is not None:
+                self._kill(place)
+                self._places[i] = self._placed()
+
+
+def _fetched(where: list[Any]) -> dict[str, Tensor]:
+    """The weights that a unit names, on the actor's side."""
+    import ray
+
+    return from_bytes(ray.get(where[0]))
+
+
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("rolecall", "torch")}
+
+
+def _connected(options: EngineOptions) -> tuple[Any, bool]:
+    """(Ray, connected; whether the cluster was started here)."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError("engine.cluster ray needs Ray: pip install 'rolecall[ray]'") from error
+    if ray.is_initialized():
+        return ray, False
+    address = os.environ.get("RAY_ADDRESS")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    if not address or address == "local":
+        ray.init(num_cpus=options.workers * options.worker_threads, include_dashboard=False, **quiet)
+        return ray, True
+    _check_reachable(address)
+    try:
+        ray.init(address=address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(f"the Ray cluster of RAY_ADDRESS {address} cannot be used: {_in_words(error)}") from error
+    return ray, True
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for a minute."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise UserError(
+            f"no Ray cluster answers at RAY_ADDRESS {address} ({error.strerror or error}): start one with `ray start --head`, "
+            "or leave RAY_ADDRESS out, and one is started here"
+        ) from error
+
+
+def _check_resources(ray: Any, options: EngineOptions) -> None:
+    each, there = options.worker_threads, float(ray.cluster_resources().get("CPU", 0.0))
+    nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
+    fit = sum(int(cpus // each) for cpus in nodes)
+    if fit < options.workers:
+        what = f"--engine.workers {fit}" if fit else f"fewer engine.worker_threads than {each}"
+        raise UserError(
+            f"{options.workers} rollout workers need {each} CPUs each, and the Ray cluster has {there:g} on {len(nodes)} "
+            f"machines, enough for {fit}: use {what}, or add machines"
+        )
+
+
+def _in_words(error: BaseException) -> str:
+    """The last line of what Ray says, which names the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__
+
+
+def _ignore(asked: Asked, said: Any) -> None:
+    """Before there are units, there is nothing to hear of one."""
