@@ -89,7 +89,7 @@ def test_a_trainer_that_is_killed_goes_on_to_the_same_bytes(url, tmp_path):
     ]
     words += ["--reward", REWARD, "--save.every", "1", "--engine.servers", url, "--out", str(out), "--quiet"]
     trainer = subprocess.Popen([sys.executable, "-m", "rolecall", "rl", *words])
-    end = time.monotonic() + 60
+    end = time.monotonic() + 200
     while not any((out / "checkpoints").glob("step-00000[123]/manifest.json")):
         assert time.monotonic() < end
         assert trainer.poll() is None
