@@ -70,7 +70,7 @@ class Options:
     """As much of a command's options as an engine is made from."""
 
     def __init__(self, *urls, max_new_tokens=12, **engine):
-        self.engine = EngineOptions(servers=urls, **{"worker_silence": 2.0} | engine)
+        self.engine = EngineOptions(servers=urls, **{"worker_silence": 10.0} | engine)
         self.sampling = Sampling(max_new_tokens=max_new_tokens)
         self.policy = type("Policy", (), {"mixed_precision": "no"})
 

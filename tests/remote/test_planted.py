@@ -100,7 +100,7 @@ class SecretlyHot(Hot):
         prompts = {r.prompt: r.prompt_ids for r in asked}
         honest = []
         for c in found:
-            scores = self.engine.score(prompts[c.prompt] + c.ids)
+            scores = await self._scores(prompts[c.prompt] + c.ids)
             honest.append(replace(c, behaviour_logprobs=tuple(scores[len(scores) - len(c.ids) :])))
         return honest
 

@@ -59,6 +59,18 @@ def test_answers_of_another_precision_are_weighed_and_the_weights_recorded(tmp_p
     assert any(bool((row.weights != 1).any()) for row in recorded)
 
 
+@pytest.mark.parametrize("more", [{}, {"policy": {"lora_rank": 4}}])
+def test_steps_are_sampled_ahead_on_servers_as_without_them(url, tmp_path, more):
+    """By versions that the trainer has left behind, also those that a checkpoint brings back."""
+    how = SHORT | more | {"ahead": 2, "save": {"every": 3, "keep": 9}}
+    here = rolecall.rl(out=str(tmp_path / "here"), **how)
+    out = str(tmp_path / "there")
+    rolecall.rl(out=out, engine={"servers": [url]}, **how | {"steps": 3})
+    there = rolecall.rl(out=out, resume=True, steps=4)
+    assert weights(there) == weights(here)
+    assert [line["policy_version"] for line in there.metrics] == [1, 2, 3, 4]
+
+
 def test_a_trainer_that_is_killed_goes_on_to_the_same_bytes(url, tmp_path):
     """While its servers stay up, with whatever weights they had."""
     whole = rolecall.rl(out=str(tmp_path / "whole"), save={"every": 1}, **SHORT)
@@ -77,7 +89,7 @@ def test_a_trainer_that_is_killed_goes_on_to_the_same_bytes(url, tmp_path):
     ]
     words += ["--reward", REWARD, "--save.every", "1", "--engine.servers", url, "--out", str(out), "--quiet"]
     trainer = subprocess.Popen([sys.executable, "-m", "rolecall", "rl", *words])
-    end = time.monotonic() + 60
+    end = time.monotonic() + 200
     while not any((out / "checkpoints").glob("step-00000[123]/manifest.json")):
         assert time.monotonic() < end
         assert trainer.poll() is None

@@ -126,6 +126,14 @@ def test_options_that_contradict_each_other(given, sentence):
         EngineOptions(**given)
 
 
+def test_addresses_may_have_commas_between_them():
+    assert EngineOptions(servers=("http://a:1,http://b", "https://c")).servers == (
+        "http://a:1",
+        "http://b",
+        "https://c",
+    )
+
+
 def test_a_server_does_not_sample_elsewhere():
     with pytest.raises(ValueError, match="serve samples itself"):
         ServeOptions(model="tiny", engine=EngineOptions(servers=("http://a",)))

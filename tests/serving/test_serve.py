@@ -26,6 +26,8 @@ def server():
         text=True,
     )
     first = process.stdout.readline()
+    url = first.split(" on ")[1].strip()
+    assert process.stdout.readline() == f"train with: rolecall rl --model tiny --engine.servers {url}\n"
     yield first
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0

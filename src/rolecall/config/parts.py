@@ -233,8 +233,8 @@ class EngineOptions:
     worker_deadline: float = 600.0
     """Seconds that a worker may take for its prompts before the same happens."""
     servers: tuple[str, ...] = ()
-    """Addresses of servers that sample, such as http://127.0.0.1:8750 (`rolecall serve`, docs/servers.md), with commas between
-    them. Their key is read from the environment variable ROLECALL_SERVER_KEY. worker_silence and worker_deadline hold for them
+    """Addresses of servers that sample, such as http://127.0.0.1:8750 (`rolecall serve`, docs/servers.md); several with commas
+    between them. Their key is read from the environment variable ROLECALL_SERVER_KEY. worker_silence and worker_deadline hold for them
     too."""
     server_patience: float = 300.0
     """Seconds that all servers may be out of reach before the run ends, with exit code 75."""
@@ -244,6 +244,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         if self.servers:
+            object.__setattr__(self, "servers", tuple(url for given in self.servers for url in given.split(",")))
             self._check_servers()
         elif self.weights_directory is not None or self.name == "vllm":
             given = "name vllm" if self.weights_directory is None else "weights_directory"

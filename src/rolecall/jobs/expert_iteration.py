@@ -49,7 +49,7 @@ def build(job: Job) -> Built:
             check_prompts(some, policy, options.chat)
     module = PolicyModel(policy.model)
     updater = prepared(module, job)
-    engine = sampler(policy, options)
+    engine = sampler(policy, options, updater=updater)
     asker = Asker(
         policy=policy,
         engine=engine,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig
 
 from rolecall.config.given import GivenObject, resolve_source
@@ -36,14 +37,16 @@ from rolecall.policy.lora import (
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.quantize import quantized
 from rolecall.policy.sharded import in_parts
-from rolecall.remote.probe import Scorer, scored
+from rolecall.remote.probe import scored
 from rolecall.rewards.model import RewardModelReward
 from rolecall.rollout.engine import Engine
 from rolecall.rollout.open import open_engine
 from rolecall.rollout.pool import EnginePool
 from rolecall.train import checkpoint
 from rolecall.train.manifest import DamagedCheckpointError, check_model
+from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
+from rolecall.types import Batch
 
 _log = logging.getLogger("rolecall")
 
@@ -142,15 +145,15 @@ def start_reward_model(name: str, options: Any) -> RewardModel:
     return RewardModel.from_policy(open_model(name, **how), seed=options.seed)
 
 
-def sampler(policy: LoadedModel, options: Any, *, timer: Timer | None = None, scorer: Scorer | None = None) -> Engine:
+def sampler(policy: LoadedModel, options: Any, *, timer: Timer | None = None, updater: Updater | None = None) -> Engine:
     """The engine that the options ask for, with the policy's weights. Workers and servers tell the timer how long they took.
 
-    `scorer` is how the policy is scored where it trains; servers are compared with it.
+    `updater` is what trains the policy, if anything does; servers are compared with it.
     """
-    plain = merged(policy) if has_adapter(policy) or in_parts(policy.model) else policy
     o = options.engine
     if o.servers:
-        return _on_servers(policy, plain, options, (timer or Timer()).add, scorer)
+        return _on_servers(policy, options, (timer or Timer()).add, updater)
+    plain = _plain(policy)
     how: dict[str, Any] = {"name": o.name, "dtype": engine_dtype(options), "max_rows": o.max_rows}
     if not o.workers:
         return open_engine(plain, **how)
@@ -164,25 +167,37 @@ def sampler(policy: LoadedModel, options: Any, *, timer: Timer | None = None, sc
     return made
 
 
+def _plain(policy: LoadedModel) -> LoadedModel:
+    """The policy as one whole model, an adapter merged; itself if it is that."""
+    return merged(policy) if has_adapter(policy) or in_parts(policy.model) else policy
+
+
 def _on_servers(
-    policy: LoadedModel, plain: LoadedModel, options: Any, add: Callable[[str, float], None], scorer: Scorer | None
+    policy: LoadedModel, options: Any, add: Callable[[str, float], None], updater: Updater | None
 ) -> Engine:
     """An engine over this process's share of the servers."""
     from rolecall.remote.engine import ServerEngine  # and httpx, which nothing else needs
 
     mixed = getattr(options.policy, "mixed_precision", "no") == "bf16"
-    module = PolicyModel(policy.model)
+    alone = partial(scored, PolicyModel(policy.model), temperature=1.0, token_budget=8192)
     return ServerEngine(
-        plain,
+        _plain(policy),
         options.engine,
         tokenizer=fingerprint(policy),
-        scorer=scorer or partial(scored, module, temperature=1.0, token_budget=8192),
+        scorer=alone if updater is None else partial(_scored_by, updater),
+        plain=partial(_plain, policy),
         sampling=options.sampling,
         trainer=torch.bfloat16 if mixed else policy.model.dtype,
         urls=options.engine.servers[int(os.environ.get("RANK", "0")) :: processes()],
         key=os.environ.get(KEY_VARIABLE),
         add=add,
     )
+
+
+def _scored_by(updater: Updater, batch: Batch, wanted: Tensor) -> Tensor:
+    """How servers are compared with the policy as it is now."""
+    with updater.autocast():
+        return scored(updater.module, batch, wanted, temperature=1.0, token_budget=updater.token_budget)
 
 
 def as_served(options: Any, engine: Engine) -> Any:

@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from rolecall.agents.episodes import EnvOnly, EpisodeEvaluator, Episodes
 from rolecall.agents.pool import Envs
 from rolecall.agents.programs import Programs
@@ -44,10 +42,7 @@ from rolecall.train.progress import Progress
 from rolecall.train.ranks import Ranks
 from rolecall.train.reference import Reference
 from rolecall.train.rundir import RunDir
-from rolecall.train.score import score
-from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
-from rolecall.types import Batch
 
 _log = logging.getLogger("rolecall")
 
@@ -105,7 +100,7 @@ def build(job: Job) -> Built:
     module = _module(policy, options)
     reference = Reference(module) if options.algorithm.kl_coef > 0 else None
     updater = prepared(module, job, reference=reference)
-    engine = sampler(policy, options, timer=aside, scorer=partial(_scored, updater))
+    engine = sampler(policy, options, timer=aside, updater=updater)
     job.stack.callback(getattr(engine, "close", lambda: None))
     options = as_served(options, engine)
     dtype = engine_dtype(options) or policy.model.dtype
@@ -152,12 +147,6 @@ def build(job: Job) -> Built:
         watch_run=record,
         prompts="chat" if played is not None else None if rows is None else style_of(rows),
     )
-
-
-def _scored(updater: Updater, batch: Batch, wanted: Tensor) -> Tensor:
-    """How servers are compared with the policy as it is now."""
-    with updater.autocast():
-        return score(updater.module, batch, wanted, temperature=1.0, token_budget=updater.token_budget).logprobs
 
 
 def _played(job: Job) -> EnvSource | None:

@@ -31,7 +31,7 @@ from rolecall.remote.connection import Background, Connection
 from rolecall.remote.dialect import About, Dialect, Published, ServerLostError
 from rolecall.remote.fleet import Ended, Fleet, Unit
 from rolecall.remote.ours import RolecallDialect
-from rolecall.remote.probe import Expected, Scorer, scored, trainer_scores
+from rolecall.remote.probe import Expected, Scorer, Scores, scored, scores_with, trainer_scores
 from rolecall.remote.rehearsal import disturbed, draw_requests, drawn_wrong
 from rolecall.remote.server import Server, StaleServerError, Wanted
 from rolecall.remote.vllm import VllmDialect
@@ -53,6 +53,8 @@ _log = logging.getLogger("rolecall.rollout")
 DIALECTS: tuple[Dialect, ...] = (RolecallDialect(), VllmDialect())
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _FILE = "model.safetensors"
+_NOTED = 64
+"""Versions whose probe is kept for a later load."""
 
 
 class ServerEngine(Engine):
@@ -65,6 +67,7 @@ class ServerEngine(Engine):
         *,
         tokenizer: str,
         scorer: Scorer,
+        plain: Callable[[], LoadedModel],
         sampling: Sampling,
         trainer: torch.dtype,
         urls: Sequence[str],
@@ -72,7 +75,7 @@ class ServerEngine(Engine):
         add: Callable[[str, float], None] = lambda name, value: None,
     ) -> None:
         """`policy` is the model that trains, an adapter merged; `tokenizer` its fingerprint; `scorer` as in `probe`, which
-        computes in the dtype `trainer`; `add` takes what is measured, by name."""
+        computes in the dtype `trainer`; `plain` makes a plain model of the trainer's to try other weights with; `add` takes what is measured, by name."""
         self.options, self.version, self._tell = options, -1, add
         self._measured: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
         self._shapes = {name: p.shape for name, p in policy.model.named_parameters()}
@@ -82,7 +85,8 @@ class ServerEngine(Engine):
         self._shared = inside is not None or all(urlsplit(url).hostname in LOOPBACK for url in urls)
         self._directory = own_directory(sum(p.numel() * 4 for p in policy.model.parameters()), inside=inside)
         self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
-        self._background, self._scorer = Background(), scorer
+        self._background, self._scorer, self._plain = Background(), scorer, plain
+        self._noted: dict[int, Scores] = {}
         try:
             servers = self._background.run(self._open(urls, key))
             self._check(servers, sampling)
@@ -117,7 +121,7 @@ class ServerEngine(Engine):
         model = policy.model
         with disturbed(model) as weights:
             how: dict[str, Any] = {"temperature": 1.0, "token_budget": 8192}
-            self._load(weights, 0, partial(scored, PolicyModel(model), **how))
+            self._load(weights, 0, trainer_scores(partial(scored, PolicyModel(model), **how), self._expected.sequences))
         for server in self.fleet.servers:
             server.gap = None
         self.load(dict(model.named_parameters()), 0)
@@ -138,12 +142,23 @@ class ServerEngine(Engine):
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Publish weights and wait until every server that can be reached has them and scores as the trainer does."""
-        self._load(weights, version, self._scorer)
+        noted = self._noted.get(version)
+        self._load(weights, version, trainer_scores(self._scorer, self._expected.sequences) if noted is None else noted)
 
-    def _load(self, weights: Mapping[str, Tensor], version: int, scorer: Scorer) -> None:
+    def expect(self, version: int, weights: Mapping[str, Tensor] | None) -> None:
+        """Note what servers must say of the probe when this version is loaded later, by weights that the trainer has left
+        behind then; without `weights` they are those that it has now."""
+        sequences = self._expected.sequences
+        if weights is None:
+            scores = trainer_scores(self._scorer, sequences)
+        else:
+            scores = scores_with(self._plain().model, weights, sequences)
+        self._noted = dict(sorted({**self._noted, version: scores}.items())[-_NOTED:])
+
+    def _load(self, weights: Mapping[str, Tensor], version: int, scores: Scores) -> None:
         check_weights(weights, self._shapes)
         published = self._publish(weights, version)
-        self._expected.publish(trainer_scores(scorer, self._expected.sequences))
+        self._expected.publish(scores)
         begun = monotonic()
         self._background.run(self.fleet.sync_all(published))
         self.version = version

@@ -5,7 +5,7 @@ Then it goes on from fixed prompts, and scores what it drew: where the two diffe
 checksum of what was sent shows neither.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,19 @@ def trainer_scores(scorer: Scorer, sequences: Sequence[Sequence[int]]) -> Scores
     wanted[:, 0] = False
     found = scorer(batch, wanted).tolist()
     return [row[1 : len(ids)] for row, ids in zip(found, sequences, strict=True)]
+
+
+@torch.no_grad()
+def scores_with(model: Any, weights: Mapping[str, Tensor], sequences: Sequence[Sequence[int]]) -> Scores:
+    """What a causal language model of transformers would say of the sequences if it had these weights."""
+    own = dict(model.named_parameters())
+    put = {name: w.to(own[name].device, own[name].dtype) for name, w in weights.items()}
+    found = []
+    for ids in sequences:
+        given = torch.tensor([list(ids)], device=model.device)
+        logits = torch.func.functional_call(model, put, (), {"input_ids": given}).logits[0, :-1]
+        found.append(logits.float().log_softmax(dim=-1).gather(1, given[0, 1:, None])[:, 0].tolist())
+    return found
 
 
 @dataclass(slots=True)

@@ -46,9 +46,14 @@ class Published(Engine):
         """Publish a version: nothing that is sampled now is disturbed."""
         copy = {name: whole(w.detach()).to("cpu", self.dtype, copy=True) for name, w in weights.items()}
         made = _Version(weights=copy, hash=weights_hash(copy, self.dtype))
+        self._expect(version)  # now, while the trainer has these weights
         with self._changed:
             self._versions[version], self.version = made, version
             self._changed.notify_all()
+
+    def _expect(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Tell an engine that is compared with the trainer what it will be compared with when this version's turn comes."""
+        getattr(self.engine, "expect", lambda version, weights: None)(version, weights)
 
     def hash(self, version: int | None = None) -> str:
         """The fingerprint of a version, by default the newest."""
@@ -121,6 +126,8 @@ class Published(Engine):
         """Put back what `earlier` gave; the newest must be loaded after it, if another is meant."""
         newest = self._versions[self.version]
         found = {v: _Version(weights=dict(w), hash=weights_hash(w, self.dtype)) for v, w in versions.items()}
+        for version, held in found.items():
+            self._expect(version, held.weights)
         with self._changed:
             self._versions = {**found, self.version: newest}
 
