@@ -312,11 +312,6 @@ class RLOptions(AnsweringOptions, TrainingOptions):
             raise ValueError(f"async.ahead is a number of steps, 0 or more, got {self.ahead}")
         if self.ahead and self.from_run is not None:
             raise ValueError("with --from nothing is sampled, so nothing can be sampled ahead: leave out async.ahead")
-        if self.ahead and self.engine.servers:
-            raise ValueError(
-                "async.ahead samples by weights that the trainer has left behind, and engine.servers are compared with those "
-                "of the moment: leave out one of them, or sample with engine.workers"
-            )
 
     def _check_dropout(self) -> None:
         """A pass that drops gives other log-probs and values than the one that sampled: they must not be compared."""

@@ -31,7 +31,7 @@ from rolecall.remote.connection import Background, Connection
 from rolecall.remote.dialect import About, Dialect, Published, ServerLostError
 from rolecall.remote.fleet import Ended, Fleet, Unit
 from rolecall.remote.ours import RolecallDialect
-from rolecall.remote.probe import Expected, Scorer, scored, trainer_scores
+from rolecall.remote.probe import Expected, Scorer, Scores, scored, trainer_scores
 from rolecall.remote.rehearsal import disturbed, draw_requests, drawn_wrong
 from rolecall.remote.server import Server, StaleServerError, Wanted
 from rolecall.rollout.engine import (
@@ -116,7 +116,8 @@ class ServerEngine(Engine):
         model = policy.model
         with disturbed(model) as weights:
             how: dict[str, Any] = {"temperature": 1.0, "token_budget": 8192, "device": model.device}
-            self._load(weights, 0, partial(scored, PolicyModel(model), **how))
+            scorer = partial(scored, PolicyModel(model), **how)
+            self._load(weights, 0, trainer_scores(scorer, self._expected.sequences))
         for server in self.fleet.servers:
             server.gap = None
         self.load(dict(model.named_parameters()), 0)
@@ -135,14 +136,19 @@ class ServerEngine(Engine):
 
     # -- weights -------------------------------------------------------------------------------------------------
 
-    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Publish weights and wait until every server that can be reached has them and scores as the trainer does."""
-        self._load(weights, version, self._scorer)
+    def expects(self) -> Scores:
+        """What servers must say of the trainer's weights of this moment, for a `load` of these later."""
+        return trainer_scores(self._scorer, self._expected.sequences)
 
-    def _load(self, weights: Mapping[str, Tensor], version: int, scorer: Scorer) -> None:
+    def load(self, weights: Mapping[str, Tensor], version: int, *, scores: Scores | None = None) -> None:
+        """Publish weights and wait until every server that can be reached has them and scores as the trainer does, or did:
+        `scores` are what it said of them then."""
+        self._load(weights, version, self.expects() if scores is None else scores)
+
+    def _load(self, weights: Mapping[str, Tensor], version: int, scores: Scores) -> None:
         check_weights(weights, self._shapes)
         published = self._publish(weights, version)
-        self._expected.publish(trainer_scores(scorer, self._expected.sequences))
+        self._expected.publish(scores)
         begun = monotonic()
         self._background.run(self.fleet.sync_all(published))
         self.version = version

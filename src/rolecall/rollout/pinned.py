@@ -29,6 +29,8 @@ class _Version:
     weights: dict[str, Tensor]
     """On the CPU, in the engine's dtype."""
     hash: str
+    how: Mapping[str, Any]
+    """What else the engine's `load` must be given: what the trainer said of the probe when the version was its own."""
 
 
 class Published(Engine):
@@ -45,7 +47,8 @@ class Published(Engine):
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Publish a version: nothing that is sampled now is disturbed."""
         copy = {name: whole(w.detach()).to("cpu", self.dtype, copy=True) for name, w in weights.items()}
-        made = _Version(weights=copy, hash=weights_hash(copy, self.dtype))
+        how = {"scores": self.engine.expects()} if hasattr(self.engine, "expects") else {}
+        made = _Version(weights=copy, hash=weights_hash(copy, self.dtype), how=how)
         with self._changed:
             self._versions[version], self.version = made, version
             self._changed.notify_all()
@@ -79,7 +82,7 @@ class Published(Engine):
     def _take(self, version: int) -> None:
         """Always anew: what an engine has cached of earlier turns depends on when they came."""
         held = self._versions[version]
-        self.engine.load(held.weights, version)
+        self.engine.load(held.weights, version, **held.how)
         if (found := self.engine.hash()) != held.hash:
             raise RuntimeError(f"the weights of version {version} reached the engine changed: {found} for {held.hash}")
 
@@ -113,14 +116,18 @@ class Published(Engine):
         with self._changed:
             self._versions = {v: held for v, held in self._versions.items() if v >= before}
 
-    def earlier(self, *, since: int) -> dict[int, dict[str, Tensor]]:
-        """The weights of the versions from `since` on, but for the newest, which is the policy's own."""
-        return {v: held.weights for v, held in self._versions.items() if since <= v < self.version}
+    def earlier(self, *, since: int) -> dict[int, dict[str, Any]]:
+        """The versions from `since` on, but for the newest, which is the policy's own."""
+        found = {v: held for v, held in self._versions.items() if since <= v < self.version}
+        return {v: {"weights": held.weights, "how": dict(held.how)} for v, held in found.items()}
 
-    def restore(self, versions: Mapping[int, Mapping[str, Tensor]]) -> None:
+    def restore(self, versions: Mapping[int, Mapping[str, Any]]) -> None:
         """Put back what `earlier` gave; the newest must be loaded after it, if another is meant."""
         newest = self._versions[self.version]
-        found = {v: _Version(weights=dict(w), hash=weights_hash(w, self.dtype)) for v, w in versions.items()}
+        found = {
+            v: _Version(weights=dict(one["weights"]), hash=weights_hash(one["weights"], self.dtype), how=one["how"])
+            for v, one in versions.items()
+        }
         with self._changed:
             self._versions = {**found, self.version: newest}
 
@@ -167,18 +174,21 @@ class _Stoppable(Flight):
     """A flight that looks before each step whether it is still wanted."""
 
     def __init__(self, flight: Flight, stop: threading.Event) -> None:
-        self._flight, self._stop = flight, stop
+        self._flight, self._stop, self._tickets = flight, stop, list[Ticket]()
 
     def __len__(self) -> int:
         return len(self._flight)
 
     def add(self, request: Request, *, deadline: float | None = None) -> Ticket:
-        return self._flight.add(request, deadline=deadline)
+        self._tickets.append(ticket := self._flight.add(request, deadline=deadline))
+        return ticket
 
     def cancel(self, ticket: Ticket) -> None:
         self._flight.cancel(ticket)
 
     def step(self) -> list[tuple[Ticket, Completion]]:
         if self._stop.is_set():
+            for ticket in self._tickets:
+                self._flight.cancel(ticket)
             raise Stopped
         return self._flight.step()
