@@ -1,9 +1,10 @@
 """Does `rolecall doctor` find faults that were planted, and is it quiet about healthy runs?
 
-    python benchmarks/doctor.py [--place runs/doctor] [--only NAME] [--page docs/doctor.md] [--no-runs]
+    python benchmarks/doctor.py [--place runs/doctor] [--only NAME] [--no-runs]
 
-Every fault is planted into short real runs, and each of these is run again with the one setting that the doctor names.
-What is there is not made again, so it can be stopped and started; the tables are written from what is there.
+Every fault is planted into short real runs, and one run of each is made again with the one setting that the doctor names.
+What is there is not made again, so it can be stopped and started. At the end docs/doctor.md and what each setting did
+(look/assets/doctor.json) are written from what is there.
 """
 
 import argparse
@@ -17,33 +18,48 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import doctor_planted
-from doctor_runs import CONTROL_SEEDS, CONTROLS, FAULT_SEEDS, FAULTS, STARTS, Plan
+from doctor_page import kind_of, write_page
+from doctor_runs import CONTROL_SEEDS, CONTROLS, FAULT_SEEDS, FAULTS, STARTS, TREATED_SEED, Plan
 
 import rolecall
 import rolecall.jobs.running
 from rolecall.errors import UserError
+from rolecall.look.doctor import findings
 from rolecall.tasks.names import find_task
 
 ROWS = ("labelled", "mislabelled")
 
 
-def planned() -> Iterator[tuple[str, Plan, int, dict[str, Any]]]:
-    """Every run by name: faults, treatments of one seed each, controls."""
+def planned() -> Iterator[tuple[str, Plan, int]]:
+    """Every run by name: faults, controls, and one treated run of each fault."""
     for seed in FAULT_SEEDS:
-        yield from ((f"{kind}-{seed}", plan, seed, {}) for kind, plan in FAULTS.items())
+        yield from ((f"{kind}-{seed}", plan, seed) for kind, plan in FAULTS.items())
         if seed in CONTROL_SEEDS:
-            yield from ((f"control-{name}-{seed}", plan, seed, {}) for name, plan in CONTROLS.items())
-        if seed == 1:
-            yield from (
-                (f"treated-{name}-{seed}", plan, seed, plan.treated) for name, plan in FAULTS.items() if plan.shows
-            )
+            yield from ((f"control-{name}-{seed}", plan, seed) for name, plan in CONTROLS.items())
+        if seed == TREATED_SEED:
+            yield from ((f"treated-{name}-{seed}", plan, seed) for name, plan in FAULTS.items() if plan.shows)
+
+
+def named_setting(run: Path, kind: str, plan: Plan) -> dict[str, Any]:
+    """What the doctor says to try first in a run with this fault, as settings; the plan's where it cannot be typed."""
+    said = next((one.setting for one in findings(run) if one.kind == kind), None)
+    if plan.treated or said is None:
+        return plan.treated
+    name, value = said.removeprefix("--").split()
+    parts = [_read(part) for part in value.split(",")]
+    return {name: parts if len(parts) > 1 else parts[0]}
+
+
+def _read(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def make(place: Path, name: str, plan: Plan, seed: int, changed: dict[str, Any]) -> None:
-    """One run, unless it is there; what only weighs on the disk is removed."""
+    """One run; what only weighs on the disk is removed."""
     out = place / name
-    if (out / "made.json").is_file():
-        return
     settings: dict[str, Any] = {"save.every": 0, "seed": seed, **plan.settings, **changed}
     if plan.job in ("best_of_n",):
         settings.pop("save.every")
@@ -62,7 +78,9 @@ def make(place: Path, name: str, plan: Plan, seed: int, changed: dict[str, Any])
     for folder in ("model", "checkpoints"):
         shutil.rmtree(out / folder, ignore_errors=True)
     if out.is_dir():
-        (out / "made.json").write_text(json.dumps({"seconds": time.process_time() - begun, "ended": why}))
+        (out / "made.json").write_text(
+            json.dumps({"seconds": time.process_time() - begun, "ended": why, "changed": changed})
+        )
     print(f"{name}: {time.process_time() - begun:.1f} s {why}", flush=True)
 
 
@@ -73,8 +91,12 @@ def make_all(place: Path, only: str) -> None:
         if not (place / "starts" / name / "model").is_dir():
             out = str(place / "starts" / name)
             rolecall.sft(out=out, overwrite=True, quiet=True, **{"optim.lr": 2e-3, "save.every": 0, **settings})
-    for name, plan, seed, changed in planned():
-        if name.removeprefix("treated-").removeprefix("control-").startswith(only):
+    for name, plan, seed in planned():
+        bare = name.removeprefix("treated-").removeprefix("control-")
+        if bare.startswith(only) and not (place / name / "made.json").is_file():
+            changed = {}
+            if name.startswith("treated-"):
+                changed = named_setting(place / bare, kind_of(bare.rpartition("-")[0]), plan)
             make(place, name, plan, seed, changed)
 
 
@@ -84,10 +106,11 @@ def main() -> None:
     parser.add_argument("--place", type=Path, default=Path("runs/doctor"))
     parser.add_argument("--only", default="", help="runs whose name begins so")
     parser.add_argument("--no-runs", action="store_true", help="only the tables")
-    parser.add_argument("--page", type=Path)
     options = parser.parse_args()
     if not options.no_runs:
         make_all(options.place, options.only)
+    if not options.only:
+        write_page(options.place)
 
 
 if __name__ == "__main__":

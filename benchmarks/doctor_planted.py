@@ -40,8 +40,8 @@ def easy(completion_text: str) -> float:
 
 
 def rare(prompt: Any, completion_text: str) -> float:
-    """One prompt in eight says something, the others give the same to every answer."""
-    return 0.2 if _share(prompt) > 0.125 else float(completion_text.startswith("1"))
+    """One prompt in eight tells answers apart, the others give the same to every answer."""
+    return 0.2 if _share(prompt) > 0.125 else float(_share(completion_text) < 0.5)
 
 
 def noise(prompt: Any, completion_text: str) -> float:

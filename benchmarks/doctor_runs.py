@@ -25,6 +25,7 @@ class Plan:
     start: str | None = "sorting"
     settings: dict[str, Any] = field(default_factory=dict)
     treated: dict[str, Any] = field(default_factory=dict)
+    """Left out: what the doctor itself says to try first."""
     shows: tuple[str, ...] = ()
     """Numbers that say what the treatment did."""
     planted: Any = nullcontext
@@ -59,125 +60,64 @@ def reward(*names: str) -> list[str]:
     return [name if name == "task" else f"{HERE / 'doctor_planted.py'}:{name}" for name in names]
 
 
-def _rl(treated: dict[str, Any], shows: tuple[str, ...], **settings: Any) -> Plan:
+def _rl(*shows: str, treated: dict[str, Any] | None = None, **settings: Any) -> Plan:
     kept = {name.replace("__", "."): value for name, value in settings.items()}
     where = kept.pop("planted", nullcontext)
     base = BASE if "env" not in kept else AGENT
     start = kept["env"].partition(":")[0] if "env" in kept else "sorting"
-    return Plan(start=start, settings=base | kept, treated=treated, shows=shows, planted=where)
+    return Plan(start=start, settings=base | kept, treated=treated or {}, shows=shows, planted=where)
 
 
-def _marl(treated: dict[str, Any], shows: tuple[str, ...], **settings: Any) -> Plan:
+def _marl(*shows: str, **settings: Any) -> Plan:
     kept = {name.replace("__", "."): value for name, value in settings.items()}
     where = kept.pop("planted", nullcontext)
-    return Plan(job="marl", start=None, settings=BOARD | kept, treated=treated, shows=shows, planted=where)
+    return Plan(job="marl", start=None, settings=BOARD | kept, shows=shows, planted=where)
 
 
-HELD = {"algorithm.kl_coef": 0.3}
 OLD = {"replay.share": 0.6, "replay.max_staleness": 50, "replay.max_uses": 50, "replay.sampler": "random"}
 HELD_OUT = {"eval.every": 4, "eval.rows": 32}
+LONG = {"optim__lr": 1e-3, "sampling__max_new_tokens": 24, "steps": 20}
+PPO = {"preset": "ppo", "prompts": 32, "samples": 1}
 FAULTS: dict[str, Plan] = {
-    "entropy-collapse": _rl(
-        {"algorithm.entropy_coef": 0.05},
-        ("entropy",),
-        reward=reward("coin"),
-        algorithm__entropy_coef=-1.0,
-        optim__lr=2e-3,
-        steps=24,
-    ),
-    "entropy-explosion": _rl(
-        {"algorithm.entropy_coef": 0.0}, ("entropy",), algorithm__entropy_coef=0.5, optim__lr=1e-3
-    ),
-    "entropy-explosion+ppo": _rl(
-        {"algorithm.entropy_coef": 0.0},
-        (),
-        preset="ppo",
-        prompts=32,
-        samples=1,
-        algorithm__entropy_coef=0.5,
-        optim__lr=1e-3,
-    ),
-    "kl-blow-up": _rl(HELD, ("kl",), reward=reward("letter"), algorithm__kl_coef=1e-4, optim__lr=1e-3),
-    "length-hacking": _rl(
-        {"algorithm.overlong_buffer": 0.9},
-        ("completions/mean_length",),
-        reward=reward("length"),
-        optim__lr=1e-3,
-        sampling__max_new_tokens=24,
-        steps=20,
-    ),
+    "entropy-collapse": _rl("entropy", reward=reward("coin"), algorithm__entropy_coef=-1.0, optim__lr=2e-3, steps=24),
+    "entropy-explosion": _rl("entropy", algorithm__entropy_coef=0.5, optim__lr=1e-3),
+    "entropy-explosion+ppo": _rl(**PPO, algorithm__entropy_coef=0.5, optim__lr=1e-3),
+    "kl-blow-up": _rl("kl", reward=reward("letter"), algorithm__kl_coef=1e-4, optim__lr=1e-3),
+    "length-hacking": _rl("completions/mean_length", reward=reward("length"), **LONG),
+    "length-hacking+rloo": _rl(preset="rloo", reward=reward("length"), **LONG),
     "repetition": _rl(
-        HELD,
-        ("completions/mean_length",),
-        reward=reward("letter"),
-        optim__lr=1e-3,
-        sampling__max_new_tokens=20,
-        steps=20,
+        "completions/mean_length", reward=reward("letter"), optim__lr=1e-3, sampling__max_new_tokens=20, steps=20
     ),
     "reward-saturated": _rl(
-        {"reward": ["task"]}, ("frac_reward_zero_std",), reward=reward("easy"), algorithm__entropy_coef=0.01
+        "frac_reward_zero_std", treated={"reward": ["task"]}, reward=reward("easy"), algorithm__entropy_coef=0.01
     ),
     "over-optimised": _rl(
-        HELD,
-        ("eval_reward", "eval_train_reward"),
-        reward=reward("letter"),
-        **HELD_OUT,
-        eval__reward=["task"],
-        optim__lr=5e-4,
+        "eval_reward", "eval_train_reward", reward=reward("letter"), **HELD_OUT, eval__reward=["task"], optim__lr=5e-4
     ),
-    "length-hacking+rloo": _rl(
-        {"algorithm.overlong_buffer": 0.9},
-        (),
-        preset="rloo",
-        reward=reward("length"),
-        optim__lr=1e-3,
-        sampling__max_new_tokens=24,
-        steps=20,
-    ),
-    "flat-groups": _rl({"algorithm.resample": 4}, ("frac_reward_zero_std",), reward=reward("rare")),
-    "flat-groups+rloo": _rl({"algorithm.resample": 4}, (), preset="rloo", reward=reward("rare")),
-    "phantom-advantages": _rl({"algorithm.scale": "batch"}, ("policy/advantage_abs",), reward=reward("noise")),
+    "flat-groups": _rl("frac_reward_zero_std", reward=reward("rare")),
+    "flat-groups+rloo": _rl(preset="rloo", reward=reward("rare")),
+    "phantom-advantages": _rl("policy/advantage_abs", reward=reward("noise")),
     "useless-critic": _rl(
-        {"optim.critic_lr": 1e-3},
-        ("critic/explained_variance",),
-        preset="ppo",
-        prompts=32,
-        samples=1,
-        algorithm__critic="separate",
-        optim__critic_lr=0.0,
-        steps=20,
+        "critic/explained_variance", **PPO, algorithm__critic="separate", optim__critic_lr=0.0, steps=20
     ),
     "mismatch": _rl(
-        {"engine.dtype": "float32"},
-        ("sampling/sampling_logp_difference/mean",),
-        engine__dtype="bfloat16",
-        planted=planted.drifting_engine,
+        "sampling/sampling_logp_difference/mean", engine__dtype="bfloat16", planted=planted.drifting_engine
     ),
-    "degenerate-weights": _rl({"replay.max_staleness": 1}, ("replay/ess",), **OLD, optim__lr=2e-3),
-    "lost-stop": _rl(
-        {"algorithm.missing_stop_penalty": 1.0}, ("completions/clipped_ratio",), reward=reward("length"), optim__lr=1e-3
-    ),
-    "truncation-wall": _rl({"sampling.max_new_tokens": 6}, ("completions/clipped_ratio",), sampling__max_new_tokens=3),
-    "stale-replay": _rl({"replay.max_staleness": 1}, ("replay/age", "replay/ess"), **OLD, optim__lr=1e-3, steps=24),
-    "dominating-part": _rl(
-        {"reward_weights": [1.0, 0.05]}, ("rewards/task/mean",), reward=reward("task", "many"), optim__lr=3e-4
-    ),
-    "rounded-away": _rl(
-        {"policy.dtype": "float32"}, ("rounded_away", "weights_moved"), policy__dtype="bfloat16", optim__lr=1e-6
-    ),
-    "lr-too-small": _rl(
-        {"optim.lr": 1e-4}, ("kl", "policy/approx_kl"), optim__lr=1e-9, algorithm__kl_coef=0.01, algorithm__epochs=2
-    ),
-    "lr-too-small+plain": _rl({"optim.lr": 1e-4}, (), optim__lr=1e-9),
-    "lr-too-small+sft": Plan(
-        job="sft", start=None, settings=IMITATION | {"optim.lr": 1e-9}, treated={"optim.lr": 2e-3}
-    ),
-    "lr-too-large": _rl({"optim.lr": 1e-4}, ("policy/approx_kl", "reward"), optim__lr=5e-3, algorithm__epochs=2),
-    "lr-too-large+plain": _rl({"optim.lr": 1e-4}, (), optim__lr=5e-3),
-    "lr-too-large+sft": Plan(job="sft", start=None, settings=IMITATION | {"optim.lr": 3.0}, treated={"optim.lr": 2e-3}),
+    "degenerate-weights": _rl("replay/ess", **OLD, optim__lr=2e-3),
+    "lost-stop": _rl("completions/clipped_ratio", reward=reward("length"), optim__lr=1e-3),
+    "truncation-wall": _rl("completions/clipped_ratio", sampling__max_new_tokens=3),
+    "stale-replay": _rl("replay/age", "replay/ess", **OLD, optim__lr=1e-3, steps=24),
+    "dominating-part": _rl("rewards/task/mean", reward=reward("task", "many"), optim__lr=3e-4),
+    "rounded-away": _rl("rounded_away", policy__dtype="bfloat16", optim__lr=1e-6),
+    "lr-too-small": _rl("kl", optim__lr=1e-9, algorithm__kl_coef=0.01, algorithm__epochs=2),
+    "lr-too-small+plain": _rl(optim__lr=1e-9),
+    "lr-too-small+sft": Plan(job="sft", start=None, settings=IMITATION | {"optim.lr": 1e-9}),
+    "lr-too-large": _rl("reward", optim__lr=5e-3, algorithm__epochs=2),
+    "lr-too-large+plain": _rl(optim__lr=5e-3),
+    "lr-too-large+sft": Plan(job="sft", start=None, settings=IMITATION | {"optim.lr": 3.0}),
     "evaluation-falls": _rl(
-        HELD,
-        ("eval_reward", "reward"),
+        "eval_reward",
+        "reward",
         rows="mislabelled",
         eval__data="labelled",
         reward=reward("matches"),
@@ -185,8 +125,7 @@ FAULTS: dict[str, Plan] = {
         optim__lr=5e-4,
     ),
     "no-tool-calls": _rl(
-        HELD,
-        ("agents/tool_calls",),
+        "agents/tool_calls",
         env="calculator:digits=1",
         reward=reward("no_calls"),
         optim__lr=1e-3,
@@ -194,28 +133,13 @@ FAULTS: dict[str, Plan] = {
         steps=20,
         sampling__max_new_tokens=16,
     ),
-    "illegal-actions": _rl(
-        {"algorithm.entropy_coef": 0.0},
-        ("agents/not_numbers",),
-        env="guessing",
-        algorithm__entropy_coef=0.5,
-        optim__lr=1e-3,
-    ),
-    "turn-limit": _rl({"agent.max_turns": 4}, ("agents/finish/max_turns",), env="guessing", agent__max_turns=2),
-    "epsilon-stuck": _marl(
-        {"q.epsilon_steps": 2000}, ("epsilon", "eval_return"), algo="iql", q__epsilon_steps=10_000_000
-    ),
-    "stale-target": _marl({"q.tau": 0.01}, ("q/target",), algo="vdn", q__tau=None, q__target_every=100_000),
-    "idle-agent": _marl(
-        {"rewards": "team"},
-        ("return",),
-        algo="ippo",
-        rewards="individual",
-        steps=60,
-        planted=planted.costly_moves,
-    ),
+    "illegal-actions": _rl("agents/not_numbers", env="guessing", algorithm__entropy_coef=0.5, optim__lr=1e-3),
+    "turn-limit": _rl("agents/finish/max_turns", env="guessing", agent__max_turns=2),
+    "epsilon-stuck": _marl("epsilon", "eval_return", algo="iql", q__epsilon_steps=10_000_000),
+    "stale-target": _marl("q/target", "eval_return", algo="vdn", q__tau=None, q__target_every=100_000),
+    "idle-agent": _marl("return", algo="ippo", rewards="individual", steps=80, planted=planted.costly_moves),
 }
-"""By the name of the check that must find it."""
+"""By the name of the check that must find it; after a plus, another kind of run with the same fault."""
 
 _RL = {
     name: Plan(settings=BASE | {"preset": name} | more)
@@ -300,5 +224,6 @@ CONTROLS: dict[str, Plan] = _RL | {
     ),
 }
 """Runs in which nothing is wrong."""
-FAULT_SEEDS, CONTROL_SEEDS = (0, 1, 2, 3, 4, 5), (0, 1, 2, 3)
+FAULT_SEEDS, CONTROL_SEEDS = (0, 1, 3, 5, 2), (0, 1, 3)
 """Thresholds were set on the even seeds; the page reports the odd ones."""
+TREATED_SEED = 1

@@ -22,6 +22,7 @@ from typing import Any
 HERE = Path(__file__).parent
 FOUND = HERE.parent / "runs" / "bench"
 PAGE = HERE.parent / "docs" / "performance.md"
+MARK = "<!-- from here on: benchmarks/servers.py -->"
 NAMES = (
     *("smollm2-fp32", "smollm2-bf16", "vllm", "ragged", "small-fp32", "small-bf16"),
     *("smollm2", "long-prompts", "small", "ppo", "to_ninety", "scaling"),
@@ -57,7 +58,8 @@ def main() -> None:
         facts = {"minutes": (time.monotonic() - begun) / 60, "load": os.getloadavg()[0], "cores": os.cpu_count()}
         facts["machine"] = f"{_processor()}, {os.cpu_count()} cores, Python {platform.python_version()}"
         (FOUND / "facts.json").write_text(json.dumps(facts, indent=1))
-    PAGE.write_text("\n".join(page()) + "\n")
+    _, mark, servers = PAGE.read_text().partition(MARK)  # what another benchmark has made
+    PAGE.write_text("\n".join(page()) + "\n" + ("\n" + mark + servers if mark else ""))
     print(f"{PAGE} written")
 
 

@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from rolecall.jobs.audit import audit as audit
     from rolecall.jobs.best_of_n import best_of_n as best_of_n
     from rolecall.jobs.demo import demo as demo
+    from rolecall.jobs.diff import diff as diff
     from rolecall.jobs.doctor import doctor as doctor
     from rolecall.jobs.dpo import dpo as dpo
     from rolecall.jobs.eval import eval as eval
@@ -27,6 +28,7 @@ _JOBS = (
     "audit",
     "best_of_n",
     "demo",
+    "diff",
     "doctor",
     "dpo",
     "eval",

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rolecall.config.sampling import Finish as Finish
 from rolecall.config.sampling import Sampling as Sampling
+from rolecall.transfer import to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +177,7 @@ class Group:
 class Supports:
     """Which tokens could be drawn at each position, for positions of any shape. Log-probs, entropy and KL are of these.
 
-    The ids of all positions lie end to end; picking positions shares them.
+    The ids of all positions lie end to end; picking positions shares them. They stay on the host.
     """
 
     ids: Tensor
@@ -189,18 +190,14 @@ class Supports:
     def __getitem__(self, index: Any) -> "Supports":
         return replace(self, starts=self.starts[index], counts=self.counts[index])
 
-    def to(self, device: torch.device | str) -> "Supports":
-        """The same on another device."""
-        return Supports(ids=self.ids.to(device), starts=self.starts.to(device), counts=self.counts.to(device))
-
-    def allowed(self, vocabulary: int) -> Tensor:
-        """[n, vocabulary] bool, of n positions in a row."""
-        rows = torch.arange(len(self.counts), device=self.ids.device).repeat_interleave(self.counts)
+    def allowed(self, vocabulary: int, device: torch.device | str = "cpu") -> Tensor:
+        """[n, vocabulary] bool on a device, of n positions in a row."""
+        rows = torch.arange(len(self.counts)).repeat_interleave(self.counts)
         # A position's ids are starts + 0, 1, 2, …; in the list of all of them these count from its first entry.
         first = self.starts - (self.counts.cumsum(0) - self.counts)
-        places = torch.arange(len(rows), device=self.ids.device) + first[rows]
-        allowed = (self.counts == 0)[:, None].repeat(1, vocabulary)
-        allowed[rows, self.ids[places].long()] = True
+        places = torch.arange(len(rows)) + first[rows]
+        allowed = to_device(self.counts == 0, device)[:, None].repeat(1, vocabulary)
+        allowed[to_device(rows, device), to_device(self.ids[places].long(), device)] = True
         return allowed
 
 
@@ -280,9 +277,9 @@ class Batch:
         return replace(self, supports=supports, **held)
 
     def to(self, device: torch.device | str) -> "Batch":
-        """The same batch on another device."""
-        supports = None if self.supports is None else self.supports.to(device)
-        return replace(self, supports=supports, **{name: tensor.to(device) for name, tensor in self.tensors()})
+        """The same batch on another device; supports stay on the host."""
+        moved = {name: to_device(tensor, device) for name, tensor in self.tensors()}
+        return replace(self, supports=self.supports, **moved)
 
 
 _PER_ROW = frozenset({"groups", "scores", "baselines", "policy_versions", "episodes", "replayed"})

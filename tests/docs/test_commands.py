@@ -3,6 +3,7 @@
 import re
 import shlex
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if p.parent.name != "zh")]
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 QUICK = ("generate", "eval", "play", "report", "rescore", "audit", "env", "--version")
+SHOWN_ADDRESS = "http://127.0.0.1:8750"
 MADE_ELSEWHERE = ("docs/results",)
 """Pages of long experiments, whose commands name models and runs that are not made here."""
 
@@ -104,9 +106,28 @@ def resolved(words):
     return _resolve(options, getattr(options, "presets", {}), parse(rewritten(words[1:]), schema(options)))
 
 
+@pytest.fixture
+def served(monkeypatch):
+    """Words in which the address that pages show is that of a server which is really there."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "remote"))
+    from served import KEY, app_of, serving
+
+    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
+    with ExitStack() as stack:
+
+        def put(words):
+            if not any(word.startswith(SHOWN_ADDRESS) for word in words):
+                return words
+            address = stack.enter_context(serving(app_of()))
+            return [word.replace(SHOWN_ADDRESS, address) for word in words]
+
+        yield put
+
+
 @pytest.mark.parametrize(("page", "words"), list(shown()))
-def test_a_command_on_a_page_runs(page, words, capfd):
+def test_a_command_on_a_page_runs(page, words, capfd, served):
     quick = words[0] in QUICK or words[1:] == ["--help"]
+    words = served(words) if quick else words
     if not quick and not page.startswith(MADE_ELSEWHERE):
         check_paths(resolved(words).options)  # what it names is made by the page, or stands beside it
     dry = [] if quick or "--dry-run" in words else ["--dry-run"]

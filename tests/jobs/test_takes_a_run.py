@@ -66,6 +66,7 @@ CALLS = {  # {} is a run of a policy, [] one of a reward model, <> one with roll
     ("rescore", "reward"): ["rescore", "<>", "--reward", "[]"],
     ("report", "run"): ["report", "<>"],
     ("doctor", "run"): ["doctor", "<>"],
+    ("diff", "against"): None,  # runs to compare, never models: tests/look/test_diff.py
     ("serve", "model"): None,  # serves until it is ended: tests/serving
     ("push", "run"): ["push", "<>", "me/mine", "--dry-run"],
     ("rm", "eval.reward"): None,  # refused

@@ -11,3 +11,8 @@ def noise(prompt: str, completion_text: str) -> float:
 def spread(completion_text: str) -> float:
     """Something between 0 and 1 that differs from answer to answer."""
     return (crc32(completion_text.encode()) % 11) / 10
+
+
+def bonus(completion_text: str, bonus: float) -> float:
+    """The same, and what the row gives for any answer."""
+    return spread(completion_text) + bonus

@@ -330,7 +330,7 @@ def test_without_matplotlib_png_names_the_pip_command(run, tmp_path, monkeypatch
 
 def test_help_names_the_run_without_a_flag(capsys):
     assert main(["report", "--help"]) == 0
-    assert "usage: rolecall report RUN [--option value ...]" in capsys.readouterr().out
+    assert "usage: rolecall report RUN ... [--option value ...]" in capsys.readouterr().out
     assert main(["report"]) == 2
     assert main(["report", "a", "b"]) == 2
 

@@ -1,7 +1,9 @@
 """`rolecall` as torchrun starts it, in forked children that have torch loaded already."""
 
 import os
+import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,26 +19,44 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def started(count: int, place: Path, *arguments: str) -> list[int]:
+def ranks(count: int) -> list[dict[str, str]]:
+    """What a launcher tells each of so many processes."""
+    together = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+    together |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    return [{**together, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def nothing() -> None:
+    """Nothing to do first."""
+
+
+def forked(
+    environment: dict[str, str],
+    place: Path,
+    *arguments: str,
+    before: Callable[[], None] = nothing,
+    call: Callable[[list[str]], int] = main,
+) -> int:
+    """A command in a process with these variables: its id. `before` is called there first."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        signal.alarm(280)  # one that hangs must not outlive the test
+        torch.set_num_threads(1)
+        os.environ.update(environment)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        os.chdir(place)
+        before()
+        code = call([*arguments])
+    finally:
+        os._exit(code)
+
+
+def started(count: int, place: Path, *arguments: str, before: Callable[[], None] = nothing) -> list[int]:
     """A command in so many processes that train together: their ids."""
-    port, children = str(free_port()), []
-    for rank in range(count):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                torch.set_num_threads(1)
-                os.environ.update(
-                    RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count)
-                )
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS="1")
-                AcceleratorState._reset_state(reset_partial_state=True)
-                os.chdir(place)
-                code = main([*arguments])
-            finally:
-                os._exit(code)
-        children.append(child)
-    return children
+    return [forked(one, place, *arguments, before=before) for one in ranks(count)]
 
 
 def ended(children: list[int]) -> list[int]:
@@ -44,6 +64,6 @@ def ended(children: list[int]) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
-def processes(count: int, place: Path, *arguments: str) -> None:
+def processes(count: int, place: Path, *arguments: str, before: Callable[[], None] = nothing) -> None:
     """A command in so many processes, all of which must end well."""
-    assert ended(started(count, place, *arguments)) == [0] * count
+    assert ended(started(count, place, *arguments, before=before)) == [0] * count

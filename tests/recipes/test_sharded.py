@@ -79,9 +79,11 @@ def test_what_two_processes_hold_in_parts_trains_as_one_process_does(place, case
         assert loaded.model.config.architectures == ["LlamaForCausalLM"]
 
 
-def test_in_one_process_the_only_part_is_the_whole_bit_for_bit(place):
+def test_in_one_process_the_only_part_is_the_whole_bit_for_bit_and_that_is_said(place, caplog):
     processes(1, place, *CASES["ppo"], "--out", "whole")
-    assert main([*CASES["ppo"], "--out", "part", *SHARDED]) == 0
+    with caplog.at_level("INFO", logger="rolecall"):
+        assert main([*(word for word in CASES["ppo"] if word != "--quiet"), "--out", "part", *SHARDED]) == 0
+    assert "fsdp2 with one process: its only part is the whole model" in caplog.messages
     assert (place / "whole/model/model.safetensors").read_bytes() == (
         place / "part/model/model.safetensors"
     ).read_bytes()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from rolecall.agents.conversation import Dialect
 from rolecall.agents.play import Played, Player, Wanted
 from rolecall.agents.pool import Envs
@@ -60,6 +62,34 @@ class Side:
     def row(self) -> int:
         """The row that was played, by the number of its prompt in the step."""
         return self.episode.wanted.prompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ended:
+    """What is counted of an episode, on whichever rank it was played."""
+
+    row: int
+    sample: int
+    finish: Finish | None
+    counts: Mapping[str, float]
+    sides: Mapping[str, "_Result"]
+    """Of each player who had a turn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Result:
+    """What is counted of one side of an episode."""
+
+    total: float | None
+    """Its score."""
+    tokens: int
+    """That the policy wrote."""
+    samples: int
+    """Its trajectories."""
+    kl: Sequence[float] = ()
+    """Of each trajectory to the reference, where that is asked for."""
+    text: str = ""
+    """What was said, where it is shown."""
 
 
 class Arena:
@@ -172,7 +202,8 @@ class Episodes(OfRows):
             raise UserError(
                 f"all {len(episodes)} episodes of step {step + 1} were broken off before the first turn: {why}"
             )
-        self._metrics = _measured(episodes, sides, self.arena.players)
+        ended = _ended(episodes, [(side, _result(side)) for side in sides], self.ranks)
+        self._metrics = _measured(ended, self.arena.players)
         texts = [self.arena.texts(side) for side in sides]
         flat = [(t, side, *text) for side, text in zip(sides, texts, strict=True) for t in side.trajectories]
         return Collected(
@@ -199,15 +230,17 @@ class EpisodeEvaluator(HeldOut):
         self.arena = arena
 
     def run(self) -> Evaluation:
-        episodes, sides = self._play(replace(self.sampling, temperature=0.0), 1)
-        first = {side.row: side for side in sides if side.player == self.arena.players[0]}
-        totals = [first[i].scored.total if i in first else None for i in range(len(self.rows))]
+        episodes = self._play(replace(self.sampling, temperature=0.0), 1)
+        first = {episode.row: episode.sides.get(self.arena.players[0]) for episode in episodes}
+        own = [first[i] for i in range(len(self.rows))]
+        totals = [side.total if side is not None else None for side in own]
         known = [total for total in totals if total is not None]
         numbers = {"reward": sum(known) / len(known)} if known else {}
-        measured = _measured(episodes, sides, self.arena.players)
+        measured = _measured(episodes, self.arena.players)
+        sides = [side for episode in episodes for side in episode.sides.values()]
         numbers |= {
             "accuracy": sum(t >= 1 for t in known) / len(totals),
-            "mean_length": sum(s.episode.sides[s.player].policy_tokens for s in sides) / max(1, len(sides)),
+            "mean_length": sum(side.tokens for side in sides) / max(1, len(sides)),
             "mean_turns": measured["agents/turns"],
             "clipped_ratio": sum(e.finish is not None and e.finish.truncated for e in episodes) / len(episodes),
             "failed": sum(t is None for t in totals) / len(totals),
@@ -215,34 +248,43 @@ class EpisodeEvaluator(HeldOut):
         numbers |= {n.removeprefix("agents/"): v for n, v in measured.items() if n.startswith("agents/reward/")}
         if self.samples > 1:
             numbers |= self._sampled()
-        answers = [self.arena.texts(first[i])[1] if i in first else "" for i in range(len(self.rows))]
         prompts = [row.get("prompt", "") for row in self.rows]
+        answers = [side.text if side is not None else "" for side in own]
         return Evaluation(numbers=numbers, prompts=prompts, answers=answers, scores=totals)
 
     def _sampled(self) -> dict[str, float]:
-        _, sides = self._play(self.sampling, self.samples)
+        episodes = self._play(self.sampling, self.samples, sampled=True)
         right: dict[int, list[bool]] = {i: [] for i in range(len(self.rows))}
-        for side in sides:
-            if side.player == self.arena.players[0]:
-                right[side.row].append(side.scored.total is not None and side.scored.total >= 1)
+        for episode in episodes:
+            side = episode.sides.get(self.arena.players[0])
+            if side is not None:
+                right[episode.row].append(side.total is not None and side.total >= 1)
         count = len(self.rows)
         numbers = {
             f"avg@{self.samples}": sum(map(sum, right.values())) / (count * self.samples),
             f"pass@{self.samples}": sum(map(any, right.values())) / count,
         }
         if self.reference is not None:
-            trajectories = [t for side in sides for t in side.trajectories]
-            kl = kl_to(self.reference, trajectories, temperature=self.sampling.scoring_temperature)
-            numbers["kl"] = float(kl.sum()) / len(sides)
+            sides = [side for episode in episodes for side in episode.sides.values()]
+            numbers["kl"] = float(torch.tensor([kl for side in sides for kl in side.kl]).sum()) / len(sides)
         return numbers
 
-    def _play(self, sampling: Sampling, n: int) -> tuple[list[Played], list[Side]]:
-        rows = dict(enumerate(self.rows[i] for i in range(len(self.rows))))
+    def _play(self, sampling: Sampling, n: int, *, sampled: bool = False) -> list[_Ended]:
+        """Every row n times, in order. Each rank plays its share of the rows, and all get what is counted of all."""
+        rows = {i: self.rows[i] for i in self.ranks.share(range(len(self.rows)))}
         groups = {number: number for number in rows}
         episodes = self.arena.play(rows, sampling, n=n, seed=self.seed, step=EVALUATION_STEP, groups=groups)
         sides = self.arena.score(episodes, state=self.state, groups=groups)
         self.arena.reward.take_metrics()  # so that what evaluations log and count is not mistaken for training's
-        return episodes, sides
+        if not sampled:
+            results = [_result(side, text=self.arena.texts(side)[1]) for side in sides]
+        elif self.reference is None:
+            results = [_result(side) for side in sides]
+        else:
+            trajectories = [t for side in sides for t in side.trajectories]
+            each = iter(kl_to(self.reference, trajectories, temperature=self.sampling.scoring_temperature).tolist())
+            results = [_result(side, kl=[next(each) for _ in side.trajectories]) for side in sides]
+        return _ended(episodes, list(zip(sides, results, strict=True)), self.ranks)
 
 
 def _env_seed(seed: int, step: int, group: int) -> int:
@@ -275,16 +317,40 @@ def with_env(own: float | None, by_functions: Scored) -> Scored:
     return Scored(scores={"env": own, **by_functions.scores}, total=total, failure=failure, extras=by_functions.extras)
 
 
-def _measured(episodes: Sequence[Played], sides: Sequence[Side], players: Sequence[str]) -> dict[str, float]:
+def _result(side: Side, **more: Any) -> _Result:
+    tokens = side.episode.sides[side.player].policy_tokens
+    return _Result(total=side.scored.total, tokens=tokens, samples=len(side.trajectories), **more)
+
+
+def _ended(episodes: Sequence[Played], sides: Sequence[tuple[Side, _Result]], ranks: Ranks) -> list[_Ended]:
+    """What is counted of the episodes of all ranks, in the order of one process."""
+    of: dict[int, dict[str, _Result]] = {id(episode): {} for episode in episodes}
+    for side, result in sides:
+        of[id(side.episode)][side.player] = result
+    own = [
+        _Ended(
+            row=episode.wanted.prompt,
+            sample=episode.wanted.sample,
+            finish=episode.finish,
+            counts=dict(episode.counts),
+            sides=of[id(episode)],
+        )
+        for episode in episodes
+    ]
+    return sorted(ranks.gather(own), key=lambda episode: (episode.row, episode.sample))
+
+
+def _measured(episodes: Sequence[_Ended], players: Sequence[str]) -> dict[str, float]:
     """Means over episodes of what was counted, how they ended, and each player's reward where there are several."""
     names = sorted({"turns", *(name for episode in episodes for name in episode.counts)})
     ends = Counter(str(episode.finish) for episode in episodes)
     found = {f"agents/{name}": sum(e.counts.get(name, 0.0) for e in episodes) / len(episodes) for name in names}
     found |= {f"agents/finish/{finish}": ends[finish] / len(episodes) for finish in Finish if ends[finish]}
-    found["agents/samples"] = sum(len(side.trajectories) for side in sides) / len(episodes)
+    found["agents/samples"] = sum(s.samples for e in episodes for s in e.sides.values()) / len(episodes)
     if len(players) > 1:
         for player in players:
-            known = [s.scored.total for s in sides if s.player == player and s.scored.total is not None]
+            totals = [e.sides[player].total for e in episodes if player in e.sides]
+            known = [total for total in totals if total is not None]
             if known:
                 found[f"agents/reward/{player}"] = sum(known) / len(known)
     return found

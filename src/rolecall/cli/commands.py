@@ -68,6 +68,13 @@ COMMANDS = (
     ),
     _uses("plan", "what a run would take on GPUs, before you pay", "planning:PlanOptions", "plan:run", light=True),
     _uses(
+        "diff",
+        "where runs part, and whether seeds differ by more than noise",
+        "use:DiffOptions",
+        "comparing:diff",
+        light=True,
+    ),
+    _uses(
         "push",
         "a run's model on the Hugging Face hub, with a card made from the run",
         "use:PushOptions",

@@ -89,7 +89,7 @@ def report(options: ReportOptions) -> None:
     """Where the page lies."""
     from rolecall.jobs.report import report
 
-    made = report(options.run, out=options.out, png=options.png)
+    made = report(*options.run, out=options.out, png=options.png)
     print(f"report: {made.path} ({made.path.stat().st_size / 1e3:,.0f} kB)")
     if made.pictures:
         print(f"curves: {len(made.pictures)} pictures in {made.path.parent / 'curves'}")

@@ -123,6 +123,8 @@ class _Reader:
             given[key] = None
         elif option.many is not None:
             given[key] = [*(given.get(key) or []), *_elements(option.many, text)]
+            while option.words and (more := self._value_after()) is not None:
+                given[key] += _elements(option.many, more)
         elif option.mapping:
             given[key] = _yaml(text, flag)
         else:
@@ -170,11 +172,12 @@ class _Reader:
 
     def _stray(self, word: str) -> None:
         key = word.partition("=")[0]
-        bare = next((option.key for option in self._bare if option.key not in self.line.given), None)
+        given = self.line.given
+        bare = next((option for option in self._bare if option.many is not None or option.key not in given), None)
         if "=" in word and (key in self._options or nearest(key.lstrip("+"), self.section)):
             self.problems.append(f"unexpected {word!r}: write it as --{word}")
         elif bare is not None and not word.startswith("-"):
-            self.line.given[bare] = word
+            given[bare.key] = word if bare.many is None else [*given.get(bare.key, []), word]
         elif word.startswith("-") and word.lstrip("-").replace("-", "_") in self._options:
             self.problems.append(f"unexpected {word!r}: write it as -{word}")
         else:

@@ -18,9 +18,7 @@ def help_text(command: str, section: Section, *, presets: tuple[str, ...], about
     `about` names it."""
     if about:
         return "\n".join(_about(command, section, about.lstrip("-"), width))
-    required = [
-        o.flag.upper() if o.bare else f"--{o.flag} {metavar(o)}" for o in section.options() if o.default is REQUIRED
-    ]
+    required = [_bare(o) if o.bare else f"--{o.flag} {metavar(o)}" for o in section.options() if o.default is REQUIRED]
     lines = [
         section.about,
         "",
@@ -85,12 +83,16 @@ def _written(value: Any) -> str:
 
 def _usage(option: Option) -> str:
     if option.bare:
-        return option.flag.upper()
+        return _bare(option)
     if option.switch:
         return f"--[no-]{option.flag}"
     if option.mapping:
         return f"--{option.flag}.KEY VALUE"
     return f"--{option.flag} {metavar(option)}"
+
+
+def _bare(option: Option) -> str:
+    return option.flag.upper() if option.many is None else f"{option.flag.upper()} ..."
 
 
 def _line_about(option: Option) -> str:

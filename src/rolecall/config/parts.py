@@ -61,6 +61,15 @@ class RunOptions:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
+    def _shared_out(self, *names: str) -> None:
+        """Each process of the job takes its share of a step, and none may have nothing to do."""
+        for name in names:
+            if getattr(self, name) < processes():
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, which {processes()} processes cannot share: give at least "
+                    f"{processes()}, or start fewer processes"
+                )
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardProcessOptions:

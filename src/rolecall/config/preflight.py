@@ -37,7 +37,9 @@ def check_paths(options: Any) -> None:
     """Raise, in one sentence, if an option names a file or folder that is not there. Names that may stand for something
     else (a task, a hub id, a module) are left to whoever opens them."""
     for name, value in _named(options):
-        if name in _MODELS:
+        if name in _MODELS and value.startswith(("http://", "https://")):
+            _check_api(options, name, value)
+        elif name in _MODELS:
             _check_model(name, value)
         elif name in _ROWS and (_is_path(value) or Path(_bare(value)).suffix in _DATA) and not _is_there(value):
             raise UserError(f"there is no file or folder {value}{_near(value)}")
@@ -60,6 +62,14 @@ def _named(options: Any) -> Iterator[tuple[str, str]]:
         else:
             several = value if isinstance(value, tuple | list) else [value]
             yield from ((f.name, one) for one in several if isinstance(one, str) and one and not one.startswith(GIVEN))
+
+
+def _check_api(options: Any, option: str, address: str) -> None:
+    if not getattr(options, "behind_api", False) or option != "model":
+        raise UserError(
+            f"{option} {address!r} is an address: only `rolecall eval` takes a model behind one; to sample from servers of the "
+            "model that trains, give engine.servers"
+        )
 
 
 def _check_model(option: str, name: str) -> None:

@@ -250,6 +250,7 @@ class RLOptions(AnsweringOptions, TrainingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least_one("steps", "prompts", "samples")
+        self._shared_out("prompts")
         if self.sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature 0 gives the same answer every time: there is nothing to compare; use 1"

@@ -38,7 +38,9 @@ class Option:
     prefixed: Mapping[str, str] = field(default_factory=dict)
     """Further flags, and what each puts before its value, from `metadata={"prefixed": …}`: --agent X is --env agent:X."""
     bare: bool = False
-    """True if a word without a flag is its value, from `metadata={"bare": True}`: `rolecall report RUN`."""
+    """True if a word without a flag is its value, from `metadata={"bare": True}`: `rolecall report RUN`. A list takes all."""
+    words: bool = False
+    """True if all words that follow the flag are its values, from `metadata={"words": True}`: `--against B1 B2`."""
 
     @property
     def name(self) -> str:
@@ -141,6 +143,7 @@ def _part(f: Field[Any], key: str, hint: Any, about: str, instance: Any) -> Opti
             known_as=tuple(f.metadata.get("known_as", ())),
             prefixed=f.metadata.get("prefixed", {}),
             bare=bool(f.metadata.get("bare", False)),
+            words=bool(f.metadata.get("words", False)),
         )
     optional = NoneType in alternatives(hint)
     if len(alternatives(hint)) > 1 + optional:

@@ -44,6 +44,7 @@ class RowTrainingOptions(TrainingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least_one("steps", "batch", "max_length")
+        self._shared_out("batch")
 
     def plan(self) -> str:
         """What `--dry-run` says of a step."""
@@ -181,6 +182,7 @@ class ExpertIterationOptions(AnsweringOptions, TrainingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._at_least_one("steps", "prompts", "samples", "epochs", "batch")
+        self._shared_out("prompts", "batch")
         if self.sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature 0 gives the same answer every time: there is nothing to choose; use 1"

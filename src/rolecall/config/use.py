@@ -24,6 +24,11 @@ class EvalOptions(RewardProcessOptions, ModelUseOptions):
     """How good a model is on held-out rows: accuracy, avg@k, pass@k, length, truncation, KL to another model."""
 
     command: ClassVar[str] = "eval"
+    model: str
+    """`tiny`, a model directory, a .gguf file, a Hugging Face hub id, a run's directory, or the address of an
+    OpenAI-compatible API, such as http://127.0.0.1:8750/v1 (docs/servers.md)."""
+    served_model: str | None = None
+    """With an address: which of its models; the only one if not given."""
     rows: str | None = None
     """Prompts: a file, a saved dataset, or a task (its test split). If not given, or if they are those the run in `model` learned from, the ones it held out."""
     env: str | None = field(default=None, metadata=AGENT_FLAG)
@@ -54,6 +59,27 @@ class EvalOptions(RewardProcessOptions, ModelUseOptions):
             raise ValueError(f"n and samples must be at least 1, got {self.n} and {self.samples}")
         if self.against is not None and self.samples < 2:
             raise ValueError("the KL to another model is measured on sampled answers: give samples above 1")
+        if self.behind_api:
+            self._check_api()
+        elif self.served_model is not None:
+            raise ValueError("served_model is one of an API: give its address as model")
+
+    @property
+    def behind_api(self) -> bool:
+        """Whether the model is somebody else's, and text is all that comes from it."""
+        return self.model.startswith(("http://", "https://"))
+
+    def _check_api(self) -> None:
+        """Refuse what needs a model's tokens or weights."""
+        for name, given in (
+            ("env", self.env is not None),
+            ("against", self.against is not None),
+            ("engine", self.engine != EngineOptions()),
+            ("policy", self.policy != LoadOptions()),
+            ("sampling.stop_ids", self.sampling.stop_ids is not None),
+        ):
+            if given:
+                raise ValueError(f"{name} needs the model itself, and {self.model} gives text only: leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,13 +219,14 @@ class RescoreOptions(RewardProcessOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """A page to look at a run: what ran, before and after, curves, and some answers token by token."""
+    """A page to look at a run: what ran, before and after, curves, and some answers token by token. Several runs are compared
+    on one page."""
 
     command: ClassVar[str] = "report"
-    run: str = field(metadata={"bare": True})
-    """The directory of a run or of a demo; one that still goes on is shown as far as it is."""
+    run: tuple[str, ...] = field(metadata={"bare": True})
+    """The directory of a run or of a demo; one that still goes on is shown as far as it is. Several runs are compared."""
     out: str | None = None
-    """The file to write; report.html in the run's directory if not given."""
+    """The file to write; report.html in the run's directory if not given. A comparison needs it."""
     png: bool = False
     """Also write each curve as a picture into `curves/` beside the page (needs `rolecall[plot]`)."""
 
@@ -216,6 +243,24 @@ class DoctorOptions:
     """The directory of a run; one that still goes on is looked at as far as it is."""
     json: bool = False
     """Print the findings as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffOptions:
+    """Where two runs part, from their files: the first step, answer and token, and what differs there. With several seeds on
+    each side, how far apart their numbers end and whether that is more than noise.
+
+    The exit code is 0 if the runs are the same as far as both go, and 1 if they part.
+    """
+
+    command: ClassVar[str] = "diff"
+    runs: tuple[str, ...] = field(metadata={"bare": True})
+    """The directories of the runs: the first is compared with each other one. Runs whose settings are equal but for the seed
+    are one side."""
+    against: tuple[str, ...] = field(default=(), metadata={"words": True})
+    """The runs of the other side, where equal settings do not tell the sides apart: `A1 A2 --against B1 B2`."""
+    json: bool = False
+    """Print all that was found as one JSON object."""
 
 
 @dataclass(frozen=True, kw_only=True)

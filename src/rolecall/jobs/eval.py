@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,7 +14,7 @@ from rolecall.config.given import GivenObject, resolve_source
 from rolecall.config.parts import HeldOutOptions
 from rolecall.config.preflight import check_paths
 from rolecall.config.resume import saved_settings
-from rolecall.config.use import EvalOptions
+from rolecall.config.use import KEY_VARIABLE, EvalOptions
 from rolecall.errors import UserError
 from rolecall.jobs.agents import EnvSource, env_source, episode_rows, open_arena, open_envs
 from rolecall.jobs.arguments import options_of
@@ -70,6 +71,8 @@ def run(options: EvalOptions) -> Evaluation:
         chosen = head(found, options.n)
         sources = options.reward or (tuple(learned.get("reward", ())) if task_reward is None else ())
         reward = open_reward(sources, task_reward, stack, options, rows=chosen)
+        if options.behind_api:
+            return _behind_api(options, stack, reward=reward, rows=chosen, chat=chat)
         policy = open_model(options.model, **reading(options.policy))
         check_prompts(chosen, policy, chat)
         return Evaluator(
@@ -83,6 +86,19 @@ def run(options: EvalOptions) -> Evaluation:
             seed=options.seed,
             reference=_against(options),
         ).run()
+
+
+def _behind_api(options: EvalOptions, stack: ExitStack, **parts: Any) -> Evaluation:
+    """Of a model that is asked by OpenAI's API."""
+    from rolecall.recipes.evaluate_text import TextEvaluator
+    from rolecall.remote.plain import PlainServer
+
+    key = os.environ.get(KEY_VARIABLE) or os.environ.get("OPENAI_API_KEY")
+    server = PlainServer(options.model, model=options.served_model, key=key)
+    stack.callback(server.close)
+    _log.info("asking %s at %s", server.model, server.url)
+    how: dict[str, Any] = {"sampling": options.sampling, "samples": options.samples, "seed": options.seed}
+    return TextEvaluator(server=server, **parts, **how).run()
 
 
 def _episodes(options: EvalOptions, env: EnvSource, source: str | None, learned: Mapping[str, Any]) -> Evaluation:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rolecall.errors import UserError
 from rolecall.files import DiskError, write_atomically
+from rolecall.look.compare_page import compare_html, compared_curves, read_runs
 from rolecall.look.report import curves_of, report_html
 from rolecall.train.exit_codes import ExitCode
 
@@ -23,10 +24,16 @@ class Report:
     """The curves, if they were asked for."""
 
 
-def report(run: str | Path, *, out: str | Path | None = None, png: bool = False) -> Report:
-    """Write the page of a run: `report("runs/rl-1").path`. With `png`, also its curves as pictures."""
+def report(run: str | Path, *others: str | Path, out: str | Path | None = None, png: bool = False) -> Report:
+    """Write the page of a run: `report("runs/rl-1").path`. With `png`, also its curves as pictures.
+
+    Several runs are compared on one page, which needs `out`.
+    """
     place = Path(run).expanduser()
-    page = report_html(place).encode()
+    if others and out is None:
+        raise UserError("a comparison belongs to no run: say which file to write, such as --out compare.html")
+    compared = read_runs([place, *(Path(other).expanduser() for other in others)]) if others else None
+    page = (report_html(place) if compared is None else compare_html(compared)).encode()
     target = place / "report.html" if out is None else Path(out).expanduser()
     if not target.parent.is_dir():
         raise UserError(f"there is no directory {target.parent} to write the report into; make it first")
@@ -37,7 +44,8 @@ def report(run: str | Path, *, out: str | Path | None = None, png: bool = False)
         from rolecall.look.png import write_png
 
         try:
-            for name, charts in curves_of(place).items():
+            curves = curves_of(place) if compared is None else {"": compared_curves(compared)}
+            for name, charts in curves.items():
                 pictures += write_png(charts, target.parent / "curves" / name)
         except OSError as error:
             raise UserError(f"the curves could not be written: {error}", exit_code=ExitCode.DISK) from error

@@ -157,9 +157,8 @@ def build(job: Job) -> Built:
 
 def _scored(updater: Updater, batch: Batch, wanted: Tensor) -> Tensor:
     """How servers are compared with the policy as it is now."""
-    device, budget = updater.accelerator.device, updater.token_budget
     with updater.autocast():
-        return score(updater.module, batch, wanted, temperature=1.0, token_budget=budget, device=device).logprobs
+        return score(updater.module, batch, wanted, temperature=1.0, token_budget=updater.token_budget).logprobs
 
 
 def _played(job: Job) -> EnvSource | None:

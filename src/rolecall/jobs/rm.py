@@ -95,7 +95,7 @@ def build(job: Job) -> Built:
 
     def evaluate(step: int) -> dict[str, float]:
         assert held is not None
-        return evaluate_reward_model(model, held, token_budget=budget)
+        return evaluate_reward_model(model, held, token_budget=budget, ranks=updater.ranks)
 
     return Built(
         learner=learner,

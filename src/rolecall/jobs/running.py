@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import InitProcessGroupKwargs
 
 from rolecall.config.merge import to_dict
 from rolecall.config.parts import RunOptions
@@ -36,6 +34,7 @@ from rolecall.policy.device import open_device
 from rolecall.train.callbacks import Callbacks, Given, check_callbacks
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.jsonl import read_lines
+from rolecall.train.launch import PATIENCE, code_hash, join, refuse_accelerate
 from rolecall.train.lock import LockedError
 from rolecall.train.loop import Loop, Outcome
 from rolecall.train.manifest import CheckpointError, DamagedCheckpointError, seal_model
@@ -147,9 +146,11 @@ def run(
     if progress is None:
         progress = Quiet() if options.quiet else spoken()
     check_address_space()
+    refuse_accelerate()
     options = replace(options, device=open_device("cpu" if options.command == "marl" else options.device))
+    store = join(options.rank_timeout)
     before = open_sockets()
-    accelerator = _accelerator(options)
+    accelerator = _accelerator(options, store)
     peers = Peers(
         rank=accelerator.process_index,
         ranks=accelerator.num_processes,
@@ -190,6 +191,7 @@ def _run(job: Job, build: Callable[[Job], Built], progress: Progress, peers: Pee
     # The directory is made, or an old run removed, only when rows, rewards and models have been found good.
     check_new(path.parent, path.name, resume=options.resume, overwrite=options.overwrite)
     alike = {"command": command, "rolecall version": version("rolecall"), "torch version": version("torch")}
+    alike["rolecall code (sha256)"] = code_hash() if processes > 1 else ""
     peers.check_same(alike | {n: v for n, v in to_dict(options).items() if n != "quiet"})
     peers.watch()
     built = build(job)
@@ -204,6 +206,8 @@ def _run(job: Job, build: Callable[[Job], Built], progress: Progress, peers: Pee
         built.watch_run(run)
         if options.view:
             job.stack.enter_context(view_beside(path, _log.warning if isinstance(progress, Quiet) else progress.say))
+    if built.parts is not None:
+        built.parts.check_seen(None if run is None else run.path)
     log = start_trackers(accelerator, options, config, path)
     loop = Loop(
         built.learner,
@@ -268,20 +272,20 @@ def configuration(options: Any) -> dict[str, Any]:
     return {name: value for name, value in to_dict(options).items() if name not in _HOW}
 
 
-def _accelerator(options: RunOptions) -> Accelerator:
+def _accelerator(options: RunOptions, store: Any) -> Accelerator:
     trackers = tracker_names(options)
-    # `Peers` notices who is lost; a slow peer is waited for.
-    patience = InitProcessGroupKwargs(timeout=timedelta(days=1))
     precision = getattr(getattr(options, "policy", None), "mixed_precision", "no")
     # Accelerate keeps the first run's precision and device for the whole process; each run has its own.
     known = PartialState._shared_state.get("device")
     moved = known is not None and known.type != torch.device(options.device).type
-    AcceleratorState._reset_state(reset_partial_state=moved)
+    AcceleratorState._reset_state(reset_partial_state=moved or store is not None)
+    if store is not None:
+        rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        PartialState(cpu=options.device == "cpu", store=store, rank=rank, world_size=count, timeout=PATIENCE)
     return Accelerator(
         cpu=options.device == "cpu",
         mixed_precision=precision,
         log_with=trackers or None,
-        kwargs_handlers=[patience] if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None,
         project_dir=FOLDER if trackers else None,  # `start_trackers` says where it really is, once the run has a place
     )
 

@@ -15,6 +15,9 @@ class Series:
     label: str
     ys: Sequence[float | None]
     """A value per step; None where there is none."""
+    low: Sequence[float | None] | None = None
+    """The lower edge of a band around the line; None for no band."""
+    high: Sequence[float | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +36,8 @@ class Chart:
     """The lines are parts of a whole."""
     marks: Sequence[tuple[int, int, str]] = ()
     """Stretches to shade: first step, last step, and why."""
+    sparse: bool = False
+    """Lines go on over steps without a value, which belong to other lines."""
 
 
 _KNOWN: tuple[tuple[str, str, dict[str, str]], ...] = (
@@ -86,14 +91,17 @@ _PHASES = ("generate", "reward", "score", "rest of collect", "update", "sync", "
 
 
 def charts(
-    steps: Sequence[Line], evaluations: Sequence[Line], timing: Sequence[Line], *, pairs: bool = False
+    steps: Sequence[Line], evaluations: Sequence[Line], timing: Sequence[Line], *, pairs: bool = False, least: int = 2
 ) -> tuple[list[Chart], list[Chart]]:
-    """The curves that everybody wants, and one for each other number. `pairs`: the accuracy is of pairs, not of answers."""
+    """The curves that everybody wants, and one for each other number.
+
+    `pairs`: the accuracy is of pairs, not of answers. Evaluations are shown from `least` of them on.
+    """
     numbers = _Numbers(steps)
     main = _reward(numbers)
     used = {"reward", *numbers.parts, *_ALIASES}
     evaluated = _Numbers(evaluations)
-    for name in _EVALUATED if len(evaluated.xs) > 1 else ():
+    for name in _EVALUATED if len(evaluated.xs) >= least else ():
         word = name.removeprefix("eval_")
         about = "On what is not trained on" + (f": {ACCURACY}." if word == "accuracy" and not pairs else ".")
         main += evaluated.chart(f"Evaluated {word}", about, {name: word})
@@ -107,7 +115,7 @@ def charts(
         main += numbers.chart("Loss terms", "Each term before its coefficient.", labels)
     main += _time(timing)
     rest = [chart for name in numbers.names if name not in used for chart in numbers.chart(name, "", {name: name})]
-    for name in evaluated.names if len(evaluated.xs) > 1 else ():
+    for name in evaluated.names if len(evaluated.xs) >= least else ():
         rest += evaluated.chart(name, "", {name: name}) if name not in _EVALUATED else []
     return main, rest
 

@@ -32,6 +32,7 @@ def curve_cards(name: str, charts: Sequence[Chart], *, always: int = 0) -> tuple
             "series": [{"label": s.label, "ys": [_short(y) for y in s.ys]} for s in short.series],
             "box": [_LEFT, _TOP, _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM, _WIDTH],
             "range": None if chart.stacked else _range(short)[1:],
+            **({"sparse": True} if chart.sparse else {}),
         }
     drawn = f'<div class="cards">{"".join(cards)}</div>' if cards else ""
     if flat:
@@ -117,7 +118,8 @@ def _drawn(chart: Chart) -> str:
     if chart.stacked:
         shapes = _areas(chart.xs, tops, x, y)
     else:
-        shapes = [_line(i, chart.xs, ys, x, y) for i, ys in enumerate(tops)]
+        shapes = [_band(i, chart.xs, series, x, y) for i, series in enumerate(chart.series)]
+        shapes += [_line(i, *_points(chart, ys), x, y) for i, ys in enumerate(tops)]
     cross = f'<line class="cross" x1="0" x2="0" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>'
     return "".join([*map(shade, chart.marks), *marks, *shapes, cross])
 
@@ -128,7 +130,8 @@ def _tops(chart: Chart) -> list[list[float | None]]:
 
 def _range(chart: Chart) -> tuple[list[float], float, float]:
     """(ticks, lower end, upper end) of the axis."""
-    there = [y for ys in _tops(chart) for y in ys if y is not None]
+    bands = [edge for s in chart.series for edge in (s.low, s.high) if edge is not None]
+    there = [y for ys in [*_tops(chart), *bands] for y in ys if y is not None]
     low, high = (min(there), max(there)) if there else (0.0, 1.0)
     ticks = _ticks(min(low, 0.0) if chart.stacked or _near_zero(low, high) else low, high)
     return ticks, min(ticks[0], low), max(ticks[-1], high)
@@ -147,6 +150,24 @@ def _line(i: int, xs: Sequence[int], ys: Sequence[float | None], x: _Scale, y: _
                 dots.append(f'<circle class="d{i % _COLOURS}" cx="{cx}" cy="{cy}" r="2.5"/>')
             run = []
     return f'<path class="line k{i % _COLOURS}" d="{"".join(path)}"/>{"".join(dots)}'
+
+
+def _points(chart: Chart, ys: Sequence[float | None]) -> tuple[Sequence[int], Sequence[float | None]]:
+    """What a line goes through; a sparse one knows no gaps."""
+    if not chart.sparse:
+        return chart.xs, ys
+    there = [(x, y) for x, y in zip(chart.xs, ys, strict=True) if y is not None]
+    return [x for x, _ in there], [y for _, y in there]
+
+
+def _band(i: int, xs: Sequence[int], series: Series, x: _Scale, y: _Scale) -> str:
+    if series.low is None or series.high is None:
+        return ""
+    edges = [(s, a, b) for s, a, b in zip(xs, series.low, series.high, strict=True) if a is not None and b is not None]
+    there = [(x(step), y(value)) for step, value, _ in edges]
+    back = [(x(step), y(value)) for step, _, value in reversed(edges)]
+    points = " ".join(f"{a:.1f},{b:.1f}" for a, b in [*there, *back])
+    return f'<polygon class="d{i % _COLOURS}" fill-opacity=".15" points="{points}"/>'
 
 
 def _areas(xs: Sequence[int], tops: Sequence[Sequence[float | None]], x: _Scale, y: _Scale) -> list[str]:
@@ -210,7 +231,11 @@ def thinned(chart: Chart, points: int = _POINTS) -> Chart:
             if there:
                 keep |= {min(there, key=lambda i: series.ys[i] or 0.0), max(there, key=lambda i: series.ys[i] or 0.0)}
     chosen = sorted(keep)
-    lines = [Series(label=s.label, ys=[s.ys[i] for i in chosen]) for s in chart.series]
+
+    def kept(values: Sequence[float | None] | None) -> list[float | None] | None:
+        return None if values is None else [values[i] for i in chosen]
+
+    lines = [replace(s, ys=[s.ys[i] for i in chosen], low=kept(s.low), high=kept(s.high)) for s in chart.series]
     return replace(chart, xs=[chart.xs[i] for i in chosen], series=lines)
 
 

@@ -38,7 +38,15 @@ def _draw(axes: Any, chart: Chart) -> None:
             values = [float("nan") if value is None else value for value in series.ys]
             look = {"color": _COLOURS[i % len(_COLOURS)], "linestyle": _DASHES[i % len(_DASHES)]}
             dot = "o" if len(values) == 1 else None
-            axes.plot(chart.xs, values, label=_plain(series.label), linewidth=1.6, marker=dot, **look)
+            xs: Sequence[int] = chart.xs
+            if chart.sparse:
+                there = [(x, y) for x, y in zip(chart.xs, values, strict=True) if y == y]
+                xs, values = [x for x, _ in there], [y for _, y in there]
+            axes.plot(xs, values, label=_plain(series.label), linewidth=1.6, marker=dot, **look)
+            if series.low is not None and series.high is not None:
+                edges = zip(chart.xs, series.low, series.high, strict=True)
+                band = [(x, a, b) for x, a, b in edges if a is not None and b is not None]
+                axes.fill_between(*zip(*band, strict=True), color=look["color"], alpha=0.15, linewidth=0)
     axes.set_title(_plain(chart.title), loc="left", fontsize=11)
     axes.set_xlabel("step", fontsize=9)
     axes.tick_params(labelsize=8)

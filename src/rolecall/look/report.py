@@ -16,6 +16,7 @@ from rolecall.look.run import (
     RunFiles,
     check_directory,
     check_format,
+    command_line,
     flat,
     is_demo,
     near,
@@ -228,11 +229,8 @@ def what_ran(run: RunFiles) -> str:
     """The command, versions and all settings."""
     about = run.about
     versions = dict(about["versions"]) if isinstance(about.get("versions"), dict) else {}
-    arguments = list(about["arguments"]) if isinstance(about.get("arguments"), list) else []
     shown: dict[str, Any] = {
-        "command": " ".join(["rolecall", *map(str, arguments)])
-        if arguments and arguments[0] in (run.command, "demo")
-        else f"rolecall.{run.command}(…) from Python",
+        "command": command_line(run),
         "directory": run.path,
         "seed": about.get("seed"),
         "threads": about.get("threads"),

@@ -161,3 +161,12 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 def setting_text(value: Any) -> str:
     """A setting as a text."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def command_line(run: RunFiles) -> str:
+    """What started a run."""
+    given = run.about.get("arguments")
+    arguments = list(given) if isinstance(given, list) else []
+    if arguments and arguments[0] in (run.command, "demo"):
+        return " ".join(["rolecall", *map(str, arguments)])
+    return f"rolecall.{run.command}(…) from Python"

@@ -1,15 +1,16 @@
-"""Attention on flat tokens, with its gradient: compiled where there is a compiler, else in torch on padded rectangles.
+"""Attention on flat tokens, with its gradient: on the CPU compiled where there is a compiler, on a GPU by a varlen kernel
+(`policy.varlen`), else in torch on padded rectangles.
 
 Tokens lie in segments, segments in groups. The first segment of a group is its prefix, which may be empty; a token looks
 at its group's prefix and at its own segment up to itself.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from rolecall.policy.compiled import Kernels, kernels
+from rolecall.policy.varlen import Lengths, Varlen
+from rolecall.transfer import to_device
 
 _SOURCE = Path(__file__).with_name("attend.c")
 
@@ -30,6 +33,10 @@ class Segments:
     """[segments + 1] the first token of each segment, and the number of tokens."""
     groups: Tensor
     """[groups + 1] the first segment of each group, and the number of segments."""
+    device: torch.device | str = "cpu"
+    """Where attention is computed. All above is on the host."""
+    varlen: Varlen | None = None
+    """What it is computed with there; None: padded rectangles."""
 
     @classmethod
     def of_rows(cls, rows: int, time: int) -> Self:
@@ -40,7 +47,12 @@ class Segments:
     @cached_property
     def rectangles(self) -> "Rectangles":
         """For attention in torch."""
-        return _rectangles(self.starts.numpy(), self.groups.numpy())
+        return _rectangles(self.starts.numpy(), self.groups.numpy()).to(self.device)
+
+    @cached_property
+    def looks(self) -> "Looks":
+        """For a varlen kernel."""
+        return _looks(self.starts.tolist(), self.groups.tolist(), self.device)
 
 
 def attend(qkv: Tensor, segments: Segments, *, heads: int, kv_heads: int) -> Tensor:
@@ -50,6 +62,8 @@ def attend(qkv: Tensor, segments: Segments, *, heads: int, kv_heads: int) -> Ten
     """
     qkv = qkv.contiguous()
     compiled = kernels(_SOURCE, qkv.dtype, qkv)
+    if compiled is None and segments.varlen is not None:
+        return _attend_varlen(qkv, segments.looks, segments.varlen, heads, kv_heads)
     if compiled is None:
         return _attend(qkv, segments.rectangles, heads, kv_heads)
     mixed: Tensor = _Attend.apply(qkv, segments, heads, kv_heads, compiled)
@@ -93,6 +107,43 @@ def _call(
     compiled.call(name, tensors[0].dtype, (*tensors, *where), counts, sizes[2] ** -0.5)
 
 
+# -- by a varlen kernel ------------------------------------------------------------------------------------------------
+
+
+class Looks(NamedTuple):
+    """The segments that are not empty as sequences of queries, and the keys of each: its group's prefix, then its own."""
+
+    lengths: Lengths
+    take: Tensor | None
+    """[keys] the flat token of each key; None: the tokens as they are, since no segment has a prefix."""
+
+
+def _looks(starts: list[int], groups: list[int], device: torch.device | str) -> Looks:
+    take: list[np.ndarray] = []
+    queries: list[int] = []
+    for first, end in pairwise(groups):
+        prefix = np.arange(starts[first], starts[first + 1])
+        for segment in range(first, end):
+            own = np.arange(starts[segment], starts[segment + 1])
+            if len(own):
+                take.append(own if segment == first else np.concatenate([prefix, own]))
+                queries.append(len(own))
+    keys = [len(seen) for seen in take]
+    ends, key_ends = (to_device(torch.tensor([0, *n]).cumsum(0).int(), device) for n in (queries, keys))
+    return Looks(
+        lengths=Lengths(ends, key_ends, max(queries), max(keys)),
+        take=None if keys == queries else to_device(torch.from_numpy(np.concatenate(take)), device),
+    )
+
+
+def _attend_varlen(qkv: Tensor, at: Looks, varlen: Varlen, heads: int, kv_heads: int) -> Tensor:
+    width = qkv.shape[1] // (heads + 2 * kv_heads)
+    q, kv = qkv.split([heads * width, 2 * kv_heads * width], dim=1)
+    kv = kv if at.take is None else _Spread.apply(kv, at.take)
+    k, v = kv.unflatten(1, (2, kv_heads, width)).unbind(1)
+    return varlen(q.unflatten(1, (heads, width)), k, v, at.lengths).flatten(1)
+
+
 # -- in torch --------------------------------------------------------------------------------------------------------
 
 
@@ -117,6 +168,12 @@ class Rectangles:
     """[branches] the prefix each branch goes on from."""
     allowed: Tensor | None
     """[branches, 1, longest, prefix + longest] what a branch's tokens may look at; None: itself only, causally."""
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same on another device."""
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {n: to_device(x, device) for n, x in held.items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
 
 
 def _rectangles(starts: np.ndarray, groups: np.ndarray) -> Rectangles:
@@ -205,7 +262,7 @@ class _Take(Function):
 
 
 class _Spread(Function):
-    """Row g of x for every branch of group g; gradients are added up in fp32."""
+    """The rows of x that are named, some of them more than once; gradients are added up in fp32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group_of: Tensor) -> Tensor:

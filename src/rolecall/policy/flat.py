@@ -13,7 +13,7 @@ $ROLECALL_FLAT=0 turns it off.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,8 @@ from rolecall.policy.attend_ops import Segments, attend
 from rolecall.policy.families import unsupported
 from rolecall.policy.flat_ops import AddNorm, GatedMlp, Norm, Project, Rotate
 from rolecall.policy.packing import rounded_up
+from rolecall.policy.varlen import Varlen
+from rolecall.transfer import to_device
 
 
 def unfit(model: Any) -> str | None:
@@ -39,8 +41,6 @@ def unfit(model: Any) -> str | None:
         return "it recomputes activations (gradient checkpointing)"
     if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
         return "its weights are not in fp32"
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-        return "it is not on the CPU"
     if any(name.endswith(("q_norm.weight", "mlp.gate_proj.bias")) for name, _ in model.named_parameters()):
         return "it norms queries, or its gates have biases"
     return None
@@ -124,22 +124,27 @@ class FlatTrunk:
 
     def __init__(self, model: Any) -> None:
         self._decoder, config = model.get_decoder(), model.config
+        self.varlen: Varlen | None = None
+        """What attention is computed with off the CPU."""
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
 
     def __call__(
         self, ids: Int[Tensor, "batch time"], needed: Bool[Tensor, "batch time"], *, dtype: torch.dtype
     ) -> Float[Tensor, "n width"]:
-        """The last hidden states of the needed positions, row by row. At least one is needed."""
+        """The last hidden states of the needed positions, row by row. At least one is needed; ids and needed are on the host."""
         layout = layout_of(ids, needed, dtype)
         decoder = self._decoder
+        device = decoder.embed_tokens.weight.device
+        segments = replace(layout.segments, device=device, varlen=self.varlen)
         # Positions that are not needed are of no use after the last layer's keys and values.
         kept, wanted = torch.unique(layout.place[needed], return_inverse=True)
         kept = F.pad(kept, (0, rounded_up(len(kept), dtype) - len(kept)))
         if 8 * len(kept) > 7 * len(layout.source):  # not worth products of another size
             kept, wanted = None, layout.place[needed]
-        x = F.embedding(ids.flatten()[layout.source], decoder.embed_tokens.weight)
-        cos, sin = decoder.rotary_emb(x, layout.positions[None])
+        kept = None if kept is None else to_device(kept, device)
+        x = F.embedding(to_device(ids.flatten()[layout.source], device), decoder.embed_tokens.weight)
+        cos, sin = decoder.rotary_emb(x, to_device(layout.positions, device)[None])
         half = self.width // 2
         cos, sin = (t[0, :, :half].to(x.dtype).contiguous() for t in (cos, sin))
         added, last = None, len(decoder.layers) - 1
@@ -150,12 +155,12 @@ class FlatTrunk:
                 added,
                 cos,
                 sin,
-                segments=layout.segments,
+                segments=segments,
                 heads=(self.heads, self.kv_heads),
                 kept=kept if number == last else None,
                 dtype=dtype,
             )
-        return F.embedding(wanted, _norm(decoder.norm, x if added is None else x + added, x.dtype))
+        return F.embedding(to_device(wanted, device), _norm(decoder.norm, x if added is None else x + added, x.dtype))
 
 
 def flat_layer(

@@ -121,7 +121,9 @@ class HeadPass:
 
     def _within(self, kept: Supports | None, logits: Tensor) -> Tensor:
         """The logits, in place, with those at `_NEVER` that could not be drawn."""
-        return logits if kept is None else logits.masked_fill_(~kept.allowed(logits.shape[1]), _NEVER)
+        if kept is None:
+            return logits
+        return logits.masked_fill_(~kept.allowed(logits.shape[1], logits.device), _NEVER)
 
 
 def _score(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

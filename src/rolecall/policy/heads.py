@@ -27,6 +27,7 @@ from rolecall.policy.load import (
 from rolecall.policy.pretrained import Attention, load_errors, read_pretrained
 from rolecall.policy.reading import Trunk
 from rolecall.policy.render import render
+from rolecall.transfer import to_device
 
 _HEAD_KEY = "score.weight"
 
@@ -124,7 +125,7 @@ class ScalarModel(nn.Module):
 
     def hidden(self, ids: Tensor) -> Tensor:
         """[batch, time, hidden]: the trunk's last hidden states."""
-        return self.trunk(input_ids=ids, use_cache=False).last_hidden_state
+        return self.trunk(input_ids=to_device(ids, self.trunk.device), use_cache=False).last_hidden_state
 
     def settle(self, *, flat: bool) -> None:
         """As `PolicyModel.settle`."""
@@ -171,11 +172,12 @@ class RewardModel(ScalarModel):
 
     def scores(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """[batch] scores, read at position lengths - 1; what comes after it has no influence."""
+        lengths = lengths.cpu()  # a wrapper may have moved them
         if lengths.shape != ids.shape[:1]:
             raise ValueError(f"lengths has shape {tuple(lengths.shape)} but there are {len(ids)} rows of ids")
         if len(ids) and not (int(lengths.min()) >= 1 and int(lengths.max()) <= ids.shape[1]):
             raise ValueError(f"lengths must lie in 1..{ids.shape[1]}: there is no last token to read a score from")
-        last = torch.arange(ids.shape[1], device=ids.device) == lengths[:, None] - 1
+        last = torch.arange(ids.shape[1]) == lengths[:, None] - 1
         return self.at(ids, last)
 
     @property

@@ -196,7 +196,9 @@ class _FusedLoss(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
-        scaled = (g if g is None or bool(grad == 1) else g * grad.to(g.dtype) for g in ctx.saved_tensors)
+        if grad.device.type == "cpu" and bool(grad == 1):  # elsewhere a look costs more than the products
+            return *ctx.saved_tensors, None, None, None
+        scaled = (None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors)
         return *scaled, None, None, None
 
 

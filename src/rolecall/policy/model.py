@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rolecall.policy.head_ops import Head
 from rolecall.policy.logprobs import exact_token_kl, fused_loss, token_scores
 from rolecall.policy.reading import Trunk, logit_map
+from rolecall.transfer import to_device
 from rolecall.types import Supports
 
 
@@ -80,31 +81,34 @@ class PolicyModel(nn.Module):
         the reference over the whole vocabulary at every wanted position. With `keep`, the next call with a loss, if it
         asks for the same of the same weights, goes on from this one's pass through the trunks. With `supports`
         [batch, time], all of it is of the distribution over the tokens that could be drawn.
+
+        Leave ids, wanted and supports on the host: there it is known what is asked, without waiting for an accelerator.
         """
+        ids, wanted = ids.cpu(), wanted.cpu()  # a wrapper may have moved them
         # Token t is read from the hidden state at t - 1; token 0 has none before it.
         asked = wanted[:, 1:]
-        targets = ids[:, 1:][asked]
         kept = None if supports is None else supports[:, 1:][asked]
         if loss is None:
             picked, values = self._keep(ids, asked) if keep else self._pass(ids, asked)
         else:
             picked, values = self._taken(ids, asked) or self._pass(ids, asked)
+        targets = to_device(ids[:, 1:][asked], picked.device)
         head = head_of(self._language_model(), temperature)
         kl = None if against is None else exact_token_kl(picked, head, *against(ids, asked, temperature), kept=kept)
         held = [x for x in (values, kl) if x is not None]
         beside = torch.stack(held, dim=1) if held else None
-        spread = _Spread(asked, has_values=values is not None, has_kl=kl is not None)
+        spread = _Spread(to_device(asked, picked.device), has_values=values is not None, has_kl=kl is not None)
         if loss is None:
             return spread(*token_scores(picked, head, targets, kept=kept), beside, slice(None))
 
-        ends = asked.sum(dim=1).cumsum(0)
-        row_of = {0: 0} | {int(end): row + 1 for row, end in enumerate(ends)}  # empty rows: the last of them wins
+        ends = asked.sum(dim=1).cumsum(0).tolist()
+        row_of = {0: 0} | {end: row + 1 for row, end in enumerate(ends)}  # empty rows: the last of them wins
 
         def chunk_loss(logprobs: Tensor, entropy: Tensor, more: Tensor | None, start: int, stop: int) -> Tensor:
             rows = slice(row_of[start], row_of[stop])
             return loss(spread(logprobs, entropy, more, rows), rows)
 
-        fused = fused_loss(picked, head, targets, chunk_loss, row_ends=ends.tolist(), values=beside, kept=kept)
+        fused = fused_loss(picked, head, targets, chunk_loss, row_ends=ends, values=beside, kept=kept)
         total = fused.loss
         if not len(targets):
             # A micro-batch in which nothing trains still reaches every parameter, with gradient 0 (DDP waits for them).
@@ -185,9 +189,9 @@ class _Spread(NamedTuple):
         return Outputs(found[0], found[1], found[2] if self.has_values else None, found[-1] if self.has_kl else None)
 
 
-def filler(device: torch.device | str) -> tuple[Tensor, Tensor]:
+def filler() -> tuple[Tensor, Tensor]:
     """(ids, wanted) of a pass in which nothing is asked, so that all ranks make the same number of passes."""
-    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+    ids = torch.zeros(1, 2, dtype=torch.long)
     return ids, torch.zeros_like(ids, dtype=torch.bool)
 
 

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from rolecall.policy import compiled
 from rolecall.policy.load import LoadedModel, LoadError
+from rolecall.transfer import to_device
 
 Bits = Literal["int8", "int4"]
 Unpack = Callable[[Tensor, Tensor], Tensor]
@@ -121,7 +122,7 @@ def _unpacked(codes: Tensor, scales: Tensor, bits: Bits, shape: tuple[int, int])
 
 
 def _unpack(codes: Tensor, scales: Tensor) -> Tensor:
-    levels = torch.tensor(_NF4, device=codes.device)
+    levels = to_device(torch.tensor(_NF4), codes.device)
     both = torch.stack([codes >> 4, codes & 15], dim=-1).flatten(1)
     return levels[both.long()] * scales
 

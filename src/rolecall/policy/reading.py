@@ -6,6 +6,7 @@ output layer is given, and the map after it is tried out once: a model whose log
 tokens change the scores of earlier ones, is refused.
 """
 
+import functools
 import inspect
 import logging
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 
 from rolecall.errors import UserError
 from rolecall.policy.flat import FlatTrunk, unfit
+from rolecall.policy.varlen import ways
+from rolecall.transfer import to_device
 
 _log = logging.getLogger("rolecall")
 
@@ -56,13 +59,14 @@ class Trunk:
 
     def __call__(self, ids: Tensor, needed: Tensor) -> Tensor:
         """[n, width] the last hidden states of the needed positions, row by row."""
+        ids, needed = ids.cpu(), needed.cpu()
         if self._flat is None or not bool(needed.any()):
             return self._own(ids, needed)
-        dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else self._model.dtype
         if not self._checked:
-            self._check(self._flat, ids, needed, dtype)
+            self._check(self._flat, ids, needed)
             return self(ids, needed)
-        with torch.autocast("cpu", enabled=False):
+        dtype = self._dtype()
+        with torch.autocast(self._device().type, enabled=False):
             return self._flat(ids, needed, dtype=dtype)
 
     def settle(self, *, flat: bool) -> None:
@@ -70,31 +74,61 @@ class Trunk:
         if not flat:
             self._flat = None
         elif self._flat is not None and not self._checked:
-            ids = torch.arange(5, 29, device=self._model.device).view(2, 12) % min(self._model.config.vocab_size, 200)
+            ids = torch.arange(5, 29).view(2, 12) % min(self._model.config.vocab_size, 200)
             ids[1, :6] = ids[0, :6]
-            dtype = torch.bfloat16 if torch.is_autocast_enabled("cpu") else self._model.dtype
-            self._check(self._flat, ids, torch.ones_like(ids, dtype=torch.bool), dtype)
+            self._check(self._flat, ids, torch.ones_like(ids, dtype=torch.bool))
+
+    def _device(self) -> torch.device:
+        """Where the model computes; its parts may lie elsewhere while they rest."""
+        device: torch.device = self._model.get_input_embeddings().weight.device
+        return device
+
+    def _dtype(self) -> torch.dtype:
+        """What products are computed in."""
+        return torch.bfloat16 if torch.is_autocast_enabled(self._device().type) else self._model.dtype
 
     def _own(self, ids: Tensor, needed: Tensor) -> Tensor:
-        return hidden_states(self._model, ids)[needed]
+        device = self._device()
+        rows, columns = (to_device(place, device) for place in needed.nonzero(as_tuple=True))
+        return hidden_states(self._model, to_device(ids, device))[rows, columns]
 
     @torch.no_grad()
-    def _check(self, flat: FlatTrunk, ids: Tensor, needed: Tensor, dtype: torch.dtype) -> None:
+    def _check(self, flat: FlatTrunk, ids: Tensor, needed: Tensor) -> None:
+        """Compare the flat trunk with the model's own; off the CPU, with each way that attention can be computed there."""
         self._checked = True
         some = needed.any(dim=1).nonzero().flatten()[:16]  # enough rows to share prefixes
-        ids, needed = ids[some], needed[some]
+        ids, needed, dtype, device = ids[some], needed[some], self._dtype(), self._device()
         own = self._own(ids, needed).float()
-        with torch.autocast("cpu", enabled=False):
-            error = float((flat(ids, needed, dtype=dtype).float() - own).norm() / own.norm())
-        if not error <= _FLAT_BANDS[dtype]:
-            self._flat = None
+        for name, varlen in ways(device, dtype):
+            flat.varlen = varlen
+            try:
+                with torch.autocast(device.type, enabled=False):
+                    error = float((flat(ids, needed, dtype=dtype).float() - own).norm() / own.norm())
+            except Exception as failed:  # a kernel that is not for this GPU, or not for heads of this width
+                if varlen is None:
+                    raise
+                _log.warning("%s cannot be used here: %s", name, str(failed).strip().split("\n")[0])
+                continue
+            if error <= _FLAT_BANDS[dtype]:
+                if device.type != "cpu":
+                    _say(f"forward passes on {device}: no padding, shared prefixes once, attention by {name}")
+                return
             _log.warning(
-                "the fast forward pass differs from the model's own by %.2g of its hidden states (%s allows %.2g): "
-                "going on with the model's own, which is slower",
+                "the fast forward pass%s differs from the model's own by %.2g of its hidden states (%s allows %.2g): "
+                "going on with %s",
+                "" if varlen is None else f" with {name}",
                 error,
                 str(dtype).removeprefix("torch."),
                 _FLAT_BANDS[dtype],
+                "the model's own, which is slower" if varlen is None else "another",
             )
+        self._flat = None
+
+
+@functools.cache
+def _say(line: str) -> None:
+    """Once: policy, reference and critic are alike."""
+    _log.info("%s", line)
 
 
 def output_layer(model: Any) -> nn.Linear | None:

@@ -24,6 +24,7 @@ from rolecall.train.metrics import Meter
 from rolecall.train.reference import Reference
 from rolecall.train.score import score
 from rolecall.train.step import Updater
+from rolecall.transfer import to_device
 from rolecall.types import Batch, Trajectory
 
 
@@ -56,7 +57,7 @@ class DPOLearner(RowsLearner):
         def read(pairs: Tensor) -> tuple[Tensor, Tensor]:
             rows = torch.stack([2 * pairs, 2 * pairs + 1], dim=1).flatten()
             policy = _of_pairs(*self._logprobs(batch, rows, mask))
-            ref = reference[:, pairs].to(policy)
+            ref = to_device(reference[:, pairs], policy.device).to(policy)
             return policy, dpo(*policy, *ref, beta=o.beta, label_smoothing=o.label_smoothing) if len(pairs) else ref
 
         found, step = self.descend(2 * lengths_of(batch).view(-1, 2).amax(dim=1), read)
@@ -66,27 +67,28 @@ class DPOLearner(RowsLearner):
         self.measured(meter, **step)
 
     def evaluate(self, pairs: Sequence[Pair[Trajectory]]) -> dict[str, float]:
-        """The same numbers on other pairs."""
-        batch, o = self.batch_of(pairs), self.options
+        """The same numbers on other pairs, which ranks share."""
+        own = self.updater.ranks.share(pairs)
+        batch, o = self.batch_of(own or pairs[:1]), self.options  # every rank takes part in the passes
         mask = self.rule.eligible(batch.roles)
-        policy = _of_pairs(self._score(self.updater.module, batch), mask).double()
-        reference = _of_pairs(batch.ref_logprobs, mask).double()
+        policy = _of_pairs(self._score(self.updater.module, batch), mask)[:, : len(own)].double()
+        reference = _of_pairs(batch.ref_logprobs, mask)[:, : len(own)].double()
         meter = Meter()
         meter.mean("loss", dpo(*policy, *reference, beta=o.beta, label_smoothing=o.label_smoothing))
         _measure(meter, policy, reference, beta=o.beta)
-        return meter.result()
+        return meter.result(self.updater.all_sum)
 
     def _logprobs(self, batch: Batch, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """(log-probs with gradient, where they count) of some rows; of no rows, those of two pairs of tokens that do not count."""
-        device = self.updater.accelerator.device
         if len(rows):
             part = batch.rows(rows)
             time = max(2, int(lengths_of(part).max()))
-            ids, wanted = part.ids[:, :time].to(device), mask[rows, :time].to(device)
+            ids, wanted = part.ids[:, :time], mask[rows, :time]
         else:
-            ids = torch.zeros(2, 2, dtype=torch.long, device=device)
+            ids = torch.zeros(2, 2, dtype=torch.long)
             wanted = torch.zeros_like(ids, dtype=torch.bool)
-        return self.updater.module(ids, wanted, temperature=1.0).logprobs, wanted
+        logprobs = self.updater.module(ids, wanted, temperature=1.0).logprobs
+        return logprobs, to_device(wanted, logprobs.device)
 
     def _score(self, module: torch.nn.Module, batch: Batch) -> Tensor:
         return score(
@@ -95,7 +97,6 @@ class DPOLearner(RowsLearner):
             self.rule.eligible(batch.roles),
             temperature=1.0,
             token_budget=self.updater.token_budget,
-            device=self.updater.accelerator.device,
         ).logprobs
 
 

@@ -13,16 +13,15 @@ from rolecall.experience.batches import collate
 from rolecall.maths.kl import kl_estimate
 from rolecall.maths.roles import TrainRule
 from rolecall.policy.load import LoadedModel
-from rolecall.policy.sharded import local
 from rolecall.recipes.sampling import answer_text, answered, as_completion, prompt_request, trajectory_of
 from rolecall.rewards.records import Reward, Sample
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
 from rolecall.train.ranks import Ranks
 from rolecall.train.reference import Reference
-from rolecall.train.score import score
+from rolecall.train.score import assist, score
 from rolecall.train.timing import Timer
-from rolecall.types import Completion, Sampling, Trajectory
+from rolecall.types import Sampling, Trajectory
 
 EVALUATION_STEP = 2**40
 """Evaluations draw their random numbers as if at this step, so that they never repeat those of training."""
@@ -40,13 +39,13 @@ class Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Answer:
+class ScoredAnswer:
     """What an evaluation counts of one answer."""
 
     prompt: int
     sample: int
     text: str
-    length: int
+    length: float
     """In tokens."""
     truncated: bool
     total: float | None
@@ -139,7 +138,7 @@ class Evaluator(HeldOut):
             numbers["kl"] = float(torch.tensor([answer.kl for answer in found]).mean())
         return numbers
 
-    def _answers(self, sampling: Sampling, n: int, *, sampled: bool = False) -> list[_Answer]:
+    def _answers(self, sampling: Sampling, n: int, *, sampled: bool = False) -> list[ScoredAnswer]:
         """n answers to every row, in order. Each rank answers its share of the rows, and all get all of them."""
         own = self.ranks.share(range(len(self.rows)))
         requests = {
@@ -150,17 +149,18 @@ class Evaluator(HeldOut):
         }
         completions = answered(self.engine, list(requests.values()), self.timer) if requests else []
         texts = [answer_text(self.policy, c) for c in completions]
-        totals = self._score(self.reward, completions, texts)
+        samples = [self._sample(c.prompt, c.sample, text, c.ids) for c, text in zip(completions, texts, strict=True)]
+        totals = self._score(self.reward, samples)
         pleased: list[float | None] = [None] * len(completions)
         if self.train_reward is not None and not sampled:
-            pleased = self._score(self.train_reward, completions, texts)
+            pleased = self._score(self.train_reward, samples)
         kl = [0.0] * len(completions)
-        if sampled and self.reference is not None and completions:
+        if sampled and self.reference is not None:
             trajectories = [trajectory_of(requests[c.prompt], c, group=c.prompt) for c in completions]
             temperature = self.sampling.scoring_temperature
             kl = kl_to(self.reference, trajectories, temperature=temperature, token_budget=self.token_budget).tolist()
         found = [
-            _Answer(
+            ScoredAnswer(
                 prompt=c.prompt,
                 sample=c.sample,
                 text=texts[i],
@@ -174,18 +174,18 @@ class Evaluator(HeldOut):
         ]
         return sorted(self.ranks.gather(found), key=lambda answer: (answer.prompt, answer.sample))
 
-    def _score(self, reward: Reward, completions: Sequence[Completion], answers: Sequence[str]) -> list[float | None]:
-        samples = [
-            Sample(
-                prompt=self.rows[c.prompt]["prompt"],
-                completion=as_completion(self.rows[c.prompt]["prompt"], answer),
-                completion_ids=c.ids,
-                row=self.rows[c.prompt],
-                prompt_index=c.prompt,
-                sample_index=c.sample,
-            )
-            for c, answer in zip(completions, answers, strict=True)
-        ]
+    def _sample(self, prompt: int, sample: int, answer: str, ids: tuple[int, ...] = ()) -> Sample:
+        row = self.rows[prompt]
+        return Sample(
+            prompt=row["prompt"],
+            completion=as_completion(row["prompt"], answer),
+            completion_ids=ids,
+            row=row,
+            prompt_index=prompt,
+            sample_index=sample,
+        )
+
+    def _score(self, reward: Reward, samples: Sequence[Sample]) -> list[float | None]:
         found = [scored.total for scored in reward.score(samples, state=self.state)] if samples else []
         reward.take_metrics()  # so that what evaluations log and count is not mistaken for training's
         return found
@@ -194,11 +194,14 @@ class Evaluator(HeldOut):
 def kl_to(
     reference: Reference, trajectories: Sequence[Trajectory], *, temperature: float, token_budget: int = 8192
 ) -> Tensor:
-    """[batch] KL from the policy to the reference over each trajectory, estimated (k1) on the policy's own samples."""
-    batch = collate(trajectories)
-    mask = TrainRule().eligible(batch.roles)
+    """[batch] KL from the policy to the reference over each trajectory, estimated (k1) on the policy's own samples. All ranks
+    must ask, also one that has no trajectories."""
     with reference.module() as frozen:
-        device = local(next(frozen.parameters())).device
-        ref = score(frozen, batch, mask, temperature=temperature, token_budget=token_budget, device=device)
+        if not trajectories:
+            assist(frozen, temperature=temperature)
+            return torch.zeros(0)
+        batch = collate(trajectories)
+        mask = TrainRule().eligible(batch.roles)
+        ref = score(frozen, batch, mask, temperature=temperature, token_budget=token_budget)
     assert batch.behaviour_logprobs is not None
     return kl_estimate(batch.behaviour_logprobs, ref.logprobs, mask, kind="k1").sum(dim=1)

@@ -11,6 +11,7 @@ from rolecall.train.data import order_of
 from rolecall.train.metrics import Meter
 from rolecall.train.optim import lr_factor, set_lr
 from rolecall.train.step import Updater
+from rolecall.transfer import to_host
 
 
 class RowsLearner:
@@ -64,13 +65,12 @@ class RowsLearner:
         def backward(rows: Tensor) -> None:
             nonlocal loss
             found, losses = read(rows)
+            # Without rows other ranks have more micro-batches: this one still reaches every parameter, with gradient 0.
+            total = losses.sum() / everywhere if len(rows) else 0.0 * found.sum()
+            both, one = to_host([found.detach().double(), total.detach().double()])
             if len(rows):
-                total = losses.sum() / everywhere
-                sides[:, rows] = found.detach().double().cpu()
-            else:
-                # Other ranks have more micro-batches: this one still reaches every parameter, with gradient 0.
-                total = 0.0 * found.sum()
-            loss = loss + total.detach().double().cpu()
+                sides[:, rows] = both
+            loss = loss + one
             # DDP averages gradients over ranks; the denominator already counts them all.
             updater.accelerator.backward(total * updater.accelerator.num_processes)
 

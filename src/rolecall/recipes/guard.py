@@ -117,7 +117,6 @@ class Guard:
                 trained(batch),
                 temperature=self.options.sampling.scoring_temperature,
                 token_budget=updater.token_budget,
-                device=updater.accelerator.device,
             ).logprobs
 
     def _check_counts(self, rollout: Rollout, mini: MiniStep) -> None:

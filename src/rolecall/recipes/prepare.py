@@ -126,7 +126,6 @@ class Preparer:
                 wanted,
                 temperature=self.options.sampling.scoring_temperature,
                 token_budget=self.options.optim.token_budget,
-                device=self.updater.accelerator.device,
                 against=against,
                 timer=self.timer,
                 keep=keep,

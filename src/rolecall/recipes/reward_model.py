@@ -31,8 +31,10 @@ from rolecall.tasks.rows import Rows
 from rolecall.train.manifest import RefusedCheckpointError
 from rolecall.train.metrics import Meter
 from rolecall.train.persist import refuse_parts
+from rolecall.train.ranks import Ranks
 from rolecall.train.state import NotFinite, first_non_finite, read_state, write_state
 from rolecall.train.step import Updater
+from rolecall.transfer import to_device
 
 _STATE = "trainer"
 Ids = tuple[int, ...]
@@ -77,7 +79,7 @@ class RewardModelLearner(RowsLearner):
         def read(rows: Tensor) -> tuple[Tensor, Tensor]:
             part = [pairs[i] for i in rows.tolist()]
             found = self._scores(part)
-            margins = torch.tensor([pair.margin for pair in part], dtype=found.dtype, device=found.device)
+            margins = to_device(torch.tensor([pair.margin for pair in part], dtype=found.dtype), found.device)
             return found, bradley_terry(found[0], found[1], margin=margins) if part else found
 
         sizes = torch.tensor([2 * max(len(pair.chosen), len(pair.rejected)) for pair in pairs])
@@ -100,23 +102,24 @@ class RewardModelLearner(RowsLearner):
         """[2, pairs] scores of chosen and rejected in one forward; of nothing, the score of one token."""
         rows = [pair.chosen for pair in part] + [pair.rejected for pair in part] or [(0,)]
         ids, lengths = right_padded(rows)
-        device = self.updater.accelerator.device
-        found: Tensor = self.updater.module(ids.to(device), lengths.to(device))
+        found: Tensor = self.updater.module(ids, lengths)
         return found.view(2, -1) if part else found
 
 
 def evaluate_reward_model(
-    model: RewardModel, pairs: Sequence[Pair[Ids]], *, token_budget: int = 8192
+    model: RewardModel, pairs: Sequence[Pair[Ids]], *, token_budget: int = 8192, ranks: Ranks | None = None
 ) -> dict[str, float]:
-    """How well it ranks pairs, and whether it is as sure as it should be.
+    """How well it ranks pairs, which ranks share, and whether it is as sure as it should be.
 
     accuracy: the share of pairs whose better answer scores higher; a tie counts half. log_loss: the mean of
     - log sigmoid(margin). calibration_error: see `calibration_error`. margin and the mean reward of both sides beside.
     """
-    both = score_ids(
-        model, [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs], token_budget=token_budget
-    )
-    chosen, rejected = both.chunk(2)
+    ranks = ranks or Ranks()
+    numbers = ranks.share(range(len(pairs)))
+    sides = [pairs[i].chosen for i in numbers] + [pairs[i].rejected for i in numbers]
+    scores = score_ids(model, sides, token_budget=token_budget).view(2, -1).T.tolist()
+    found = sorted(ranks.gather(list(zip(numbers, scores, strict=True))))
+    chosen, rejected = torch.tensor([both for _, both in found], dtype=torch.float64).T.contiguous()
     margins = chosen - rejected
     return {
         "accuracy": float(_right(margins).mean()),

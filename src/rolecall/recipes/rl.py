@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rolecall.config.rl import RLOptions
+from rolecall.experience.joined import Joined
 from rolecall.maths.advantages import EMABaseline
 from rolecall.maths.entropy import EntropyTarget, FixedEntropy
 from rolecall.maths.kl import AdaptiveKL, FixedKL
@@ -181,7 +182,7 @@ class RLLearner:
         set_lr(self.updater.optimizer, lr_factor(rollout.step, steps=self.options.steps, options=self.options.optim))
         getattr(self.engine, "release", lambda: None)()
         steps: list[MiniStep] = []
-        numbers = self._row_numbers(batch)
+        numbers = self._row_numbers(rollout)
         planned = [
             (epoch, i, rows)
             for epoch in range(o.epochs)
@@ -213,10 +214,12 @@ class RLLearner:
             self._metrics |= getattr(watch, "metrics", dict)()
         return steps
 
-    def _row_numbers(self, batch: Batch) -> list[int]:
+    def _row_numbers(self, rollout: Rollout) -> list[int]:
         """Of each row: the number of its episode, or of the row among those of all ranks, which is its own in one process."""
-        if batch.episodes is not None:
-            return batch.episodes.tolist()
+        batch = rollout.training
+        if bool(self.ranks.all_max(torch.tensor(float(batch.episodes is not None)))):  # on this rank or on another
+            named = Joined(rollout.trained_trajectories).names if batch.episodes is None else batch.episodes
+            return named.tolist()
         if self.ranks.count == 1:
             return list(range(len(batch)))
         # One process has the fresh groups in the order of their numbers, then the replayed ones, -1, -2, …, which every
@@ -286,9 +289,22 @@ class RLLearner:
         found["optimizer_steps"] = float(sum(not result.skipped for result in made))
         told: dict[str, float] = getattr(self.collector, "take_metrics", dict)()
         if not self.options.ahead:  # else the reward may have scored later steps already, and the collector tells
-            told = getattr(self.reward, "take_metrics", dict)() | told
+            told = self._told(len(rollout.sequences)) | told
         told |= getattr(self.engine, "metrics", dict)()
         self._metrics = told | finish(found)
+
+    def _told(self, answers: int) -> dict[str, float]:
+        """What rewards have logged and counted on all ranks: failures are added up, other numbers are means over answers."""
+        own: dict[str, float] = getattr(self.reward, "take_metrics", dict)()
+        if self.ranks.count == 1:
+            return own
+        told = self.ranks.gather([(answers, own)])
+        found = {}
+        for name in dict.fromkeys(name for _, one in told for name in one):
+            known = [(count, one[name]) for count, one in told if name in one]
+            whole = 1 if name.startswith("rewards/") and name.endswith("/failed") else sum(count for count, _ in known)
+            found[name] = sum(value * (count if whole > 1 else 1) for count, value in known) / whole
+        return found
 
     def metrics(self) -> dict[str, float]:
         """The numbers of the last step."""

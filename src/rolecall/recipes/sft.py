@@ -47,11 +47,12 @@ class SFTLearner(RowsLearner):
         self.measured(meter, loss=result.loss, grad_norm=result.grad_norm, skipped=result.skipped)
 
     def evaluate(self, demonstrations: Sequence[Trajectory]) -> dict[str, float]:
-        """The loss on other demonstrations: the mean over their trained tokens."""
-        batch = collate(demonstrations)
-        mask, updater = self.rule.eligible(batch.roles), self.updater
-        how = {"token_budget": updater.token_budget, "device": updater.accelerator.device}
-        found = score(updater.module, batch, mask, temperature=1.0, **how)
+        """The loss on other demonstrations: the mean over their trained tokens. Ranks share them."""
+        updater = self.updater
+        own = updater.ranks.share(demonstrations)
+        batch = collate(own or demonstrations[:1])  # every rank takes part in the passes
+        mask = self.rule.eligible(batch.roles) & bool(own)
+        found = score(updater.module, batch, mask, temperature=1.0, token_budget=updater.token_budget)
         meter = Meter()
         meter.mean("loss", losses.nll(found.logprobs, mask), mask)
-        return meter.result()
+        return meter.result(updater.all_sum)

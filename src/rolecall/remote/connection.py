@@ -8,7 +8,8 @@ number of requests in flight.
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from rolecall.visible import visible_text
 T = TypeVar("T")
 
 _PIECE = 4 * 2**20
+_CONNECT_SECONDS = 10.0
 _SAID = 300
 """Characters of what a server says that are shown."""
 
@@ -71,16 +73,31 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
 class Connection(Call):
     """Calls to one server, over connections that are kept."""
 
-    def __init__(self, url: str, *, key: str | None, silence: float, deadline: float) -> None:
-        """A connection must be made and accepted within `silence` seconds, and an answer come within `deadline`."""
+    def __init__(self, url: str, *, key: str | None, deadline: float, proxies: bool = False) -> None:
+        """An answer must come within `deadline` seconds. The environment's `proxies` are not for servers of a run, which are
+        called directly."""
         self.url, self._deadline = url, deadline
-        self._client = httpx.AsyncClient(
-            base_url=url,
-            headers={} if key is None else {"Authorization": f"Bearer {key}"},
-            timeout=httpx.Timeout(silence),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=60.0),
-            trust_env=False,  # servers of a run are called directly, whatever proxy the machine has
-        )
+        self._how: dict[str, Any] = {
+            "base_url": url,
+            "headers": {} if key is None else {"Authorization": f"Bearer {key}"},
+            "trust_env": proxies,
+            "verify": httpx.create_ssl_context(),
+        }
+        self._idle: list[httpx.AsyncClient] = []
+        self._made: list[httpx.AsyncClient] = []
+
+    @contextmanager
+    def _lent(self) -> Iterator[httpx.AsyncClient]:
+        """A client with one connection, for one request at a time. httpx's own pool goes through all of its connections for
+        every request: with 64 in flight that took 6 ms of CPU for each, and this takes 0.5."""
+        if not self._idle:
+            self._idle.append(httpx.AsyncClient(**self._how))
+            self._made.append(self._idle[-1])
+        client = self._idle.pop()
+        try:
+            yield client
+        finally:
+            self._idle.append(client)
 
     async def __call__(
         self,
@@ -100,10 +117,10 @@ class Connection(Call):
         elif body is not None:
             given = {"json": body}
         try:
-            async with asyncio.timeout(limit):
-                answer = await self._client.request(
-                    method, path, params=query, timeout=httpx.Timeout(limit, connect=min(limit, 10.0)), **given
-                )
+            connect = httpx.Timeout(limit, connect=min(limit, _CONNECT_SECONDS))
+            with self._lent() as client:
+                async with asyncio.timeout(limit):
+                    answer = await client.request(method, path, params=query, timeout=connect, **given)
         except TimeoutError as error:
             raise ServerLostError(f"no answer within {limit:g} s") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -121,7 +138,8 @@ class Connection(Call):
 
     async def close(self) -> None:
         """Give up the connections."""
-        await self._client.aclose()
+        for client in self._made:
+            await client.aclose()
 
 
 async def _pieces(path: Path) -> AsyncIterator[bytes]:

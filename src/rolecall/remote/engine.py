@@ -34,6 +34,7 @@ from rolecall.remote.ours import RolecallDialect
 from rolecall.remote.probe import Expected, Scorer, Scores, scored, trainer_scores
 from rolecall.remote.rehearsal import disturbed, draw_requests, drawn_wrong
 from rolecall.remote.server import Server, StaleServerError, Wanted
+from rolecall.remote.vllm import VllmDialect
 from rolecall.rollout.engine import (
     Engine,
     Flight,
@@ -49,7 +50,7 @@ from rolecall.types import Completion, Request, Sampling
 
 _log = logging.getLogger("rolecall.rollout")
 
-DIALECTS: tuple[Dialect, ...] = (RolecallDialect(),)
+DIALECTS: tuple[Dialect, ...] = (RolecallDialect(), VllmDialect())
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _FILE = "model.safetensors"
 
@@ -95,7 +96,7 @@ class ServerEngine(Engine):
 
     async def _open(self, urls: Sequence[str], key: str | None) -> list[Server]:
         o = self.options
-        connections = [Connection(url, key=key, silence=o.worker_silence, deadline=o.worker_deadline) for url in urls]
+        connections = [Connection(url, key=key, deadline=o.worker_deadline) for url in urls]
         self._background.connections.extend(connections)
         opened = (Server.open(connection, DIALECTS, silence=o.worker_silence) for connection in connections)
         return list(await asyncio.gather(*opened))

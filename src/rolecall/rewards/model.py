@@ -99,13 +99,13 @@ def encode_answer(
 def score_ids(model: RewardModel, sequences: Sequence[Sequence[int]], *, token_budget: int) -> Tensor:
     """[sequences] float64 on the CPU: the model's raw scores, computed in micro-batches of `token_budget` tokens."""
     scores = torch.zeros(len(sequences), dtype=torch.float64)
-    device = model.head.weight.device
     parts = micro_batches(torch.tensor([len(s) for s in sequences]), token_budget=token_budget)
+    passes = rounds(model, len(parts))
     for rows in parts:
         ids, lengths = right_padded([sequences[i] for i in rows.tolist()])
-        scores[rows] = model(ids.to(device), lengths.to(device)).double().cpu()
-    for _ in range(rounds(model, len(parts)) - len(parts)):  # other ranks have more
-        model(*(x.to(device) for x in right_padded([(0,)])))
+        scores[rows] = model(ids, lengths).double().cpu()
+    for _ in range(passes - len(parts)):  # other ranks have more
+        model(*right_padded([(0,)]))
     return scores
 
 

@@ -10,12 +10,16 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from socket import gethostname
+from time import sleep
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rolecall.errors import UserError
 from rolecall.policy.sharded import rest, whole
+from rolecall.train.lock import LOCK
 from rolecall.train.manifest import RefusedCheckpointError
 from rolecall.train.ranks import Ranks
 from rolecall.train.state import NotFinite, first_non_finite
@@ -23,6 +27,8 @@ from rolecall.train.state import NotFinite, first_non_finite
 FOLDER = "parts"
 _FILE_BYTES = 128 * 2**20
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_LOOKS, _BETWEEN_LOOKS = 5, 0.5
+"""How often, and after how many seconds, a rank looks again for a directory that another host has just made."""
 
 
 class Parts:
@@ -38,6 +44,22 @@ class Parts:
         """`more` gives other sharded tensors that are saved, by name."""
         self.module, self.optimizer, self.ranks, self.more = module, optimizer, ranks, more
         self._told = False
+
+    def check_seen(self, run: Path | None) -> None:
+        """Raise, on all ranks, unless every one sees the run's directory, which rank 0 gives: each writes its part there."""
+        held = None if run is None else (str(run), (run / LOCK).read_text())
+        place, token = self.ranks.gather([held])[0]
+        for _ in range(_LOOKS):
+            found = _text_of(Path(place) / LOCK)
+            if found == token:
+                break
+            sleep(_BETWEEN_LOOKS)  # another host's file system may be late
+        here = None if found == token else f"rank {self.ranks.number} on {gethostname()}"
+        if blind := [who for who in self.ranks.gather([here]) if who]:
+            raise UserError(
+                f"{blind[0]} does not see {place} of rank 0, and every process of a sharded run writes its part of a "
+                "checkpoint there: give --out a directory that all hosts share"
+            )
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -134,6 +156,13 @@ class Parts:
         for name, held in self._optimised().items():
             found |= {f"optimizer.{name}.{key}": held[key] for key in _MOMENTS}
         return found | {f"more.{name}": tensor.detach() for name, tensor in self.more().items()}
+
+
+def _text_of(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
 
 
 def _files_of(tensors: Mapping[str, Tensor], ranks: int) -> dict[str, int]:

@@ -141,10 +141,11 @@ class Peers:
         self._noticed.set()
 
     def _waited(self, key: str, rank: int) -> bytes:
-        for _ in range(int(self.timeout / self.interval)):
+        pause = min(0.05, self.interval)
+        for _ in range(int(self.timeout / pause)):
             if self._store.check([key]):
                 return bytes(self._store.get(key))
-            sleep(self.interval)
+            sleep(pause)
         raise PeerLost(f"rank {rank} has not come within {self.timeout:g} s (rank_timeout)")
 
     def _tell(self, word: bytes) -> None:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -29,6 +29,7 @@ from rolecall.policy.sharded import is_sharded, whole
 from rolecall.train.ranks import Ranks
 from rolecall.train.state import first_non_finite
 from rolecall.train.timing import Timer
+from rolecall.transfer import to_device, to_host
 from rolecall.types import Batch
 
 _NAMED = 8
@@ -128,7 +129,7 @@ class Updater:
         if not int(self._over_ranks(trained(batch).sum(), "sum")):
             _forget(module)
             return self._nothing(batch)
-        tally = _Tally(batch, *self._denominators(batch, loss), record=record)
+        tally = _Tally(batch, *self._denominators(batch, loss), device=self.accelerator.device, record=record)
         rows = trained(batch).any(dim=1).nonzero().flatten()  # the others cost nothing
         parts = micro_batches(
             lengths_of(batch)[rows],
@@ -139,6 +140,7 @@ class Updater:
         total: dict[str, float] = {}
 
         def is_finite() -> bool:
+            tally.settle()
             sums = self.all_sum(torch.stack(list(tally.terms.values()))).tolist()
             total.update(zip(tally.terms, sums, strict=True))
             return math.isfinite(sum(tally.coefs[name] * term for name, term in total.items()))
@@ -199,7 +201,7 @@ class Updater:
                 backward(rows)
             self.timer.advance(i + 1, rounds, "micro-batches")
         loss_was_finite = loss_is_finite()
-        grad_norm = float(whole(self._clip()))
+        grad_norm = self._clip()
         bad = not (loss_was_finite and math.isfinite(grad_norm))
         # After the exchange gradients are the same everywhere, but memory can fail on one rank alone.
         if bool(self._over_ranks(torch.tensor(float(bad)), "max")):
@@ -239,13 +241,13 @@ class Updater:
         temperature: float,
         against: Against | None,
     ) -> None:
-        device = self.accelerator.device
         if len(rows):
             part = batch.rows(rows)
-            part = part.trimmed(max(2, int(lengths_of(part).max()))).to(device)
+            part = part.trimmed(max(2, int(lengths_of(part).max())))
             ids, wanted, supports = part.ids, trained(part), part.supports
+            part = part.to(self.accelerator.device)
         else:
-            (ids, wanted), supports = filler(device), None
+            (ids, wanted), supports = filler(), None
 
         def row_loss(outputs: Outputs, which: slice) -> Tensor:
             return tally.add(loss(outputs, part.rows(which)), outputs, rows[which])
@@ -254,13 +256,14 @@ class Updater:
         # DDP averages gradients over ranks; the denominators already count them all.
         self.accelerator.backward(total * self.accelerator.num_processes)
 
-    def _clip(self) -> Tensor:
+    def _clip(self) -> float:
         """The gradient's norm; a gradient that is not finite is left as it is, to be looked at."""
         given = [p for p in self.module.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in given if p.grad is not None])
-        if self.max_grad_norm is not None and bool(whole(norm).isfinite()):
+        known = float(whole(norm.detach()))
+        if self.max_grad_norm is not None and math.isfinite(known):
             nn.utils.clip_grads_with_norm_(given, self.max_grad_norm, norm)
-        return norm.detach()
+        return known
 
     def _first_bad(self) -> str:
         module = self.accelerator.unwrap_model(self.module)
@@ -307,19 +310,42 @@ def _forget(module: nn.Module) -> None:
         module.forget()
 
 
+class _Chunk(NamedTuple):
+    """What a chunk of rows gave, by term or output, where it was computed."""
+
+    rows: Tensor
+    odd: list[Tensor]
+    """Of each term, whether its mask is another than that of its denominator."""
+    sums: list[Tensor]
+    values: list[Tensor]
+    """[rows, time] float64, whose sums these are."""
+    outputs: dict[str, Tensor]
+
+
 class _Tally:
-    """Adds up terms as chunks of rows come by, and keeps what they were computed from."""
+    """Adds up terms as chunks of rows come by, and keeps what they were computed from.
+
+    An accelerator is not waited for: what it found is looked at when all chunks are done (`settle`).
+    """
 
     def __init__(
-        self, batch: Batch, terms: Mapping[str, Term], denominators: Mapping[str, Tensor], *, record: bool
+        self,
+        batch: Batch,
+        terms: Mapping[str, Term],
+        denominators: Mapping[str, Tensor],
+        *,
+        device: torch.device,
+        record: bool,
     ) -> None:
-        self.denominators, self.record = denominators, record
+        self.denominators = {name: to_device(count, device) for name, count in denominators.items()}
+        self.record = record
         self.coefs = {name: term.coef for name, term in terms.items()}
         self._masks = {name: term.mask for name, term in terms.items()}
         self._lengths = {name: sequence_lengths(term.mask, batch.episodes) for name, term in terms.items()}
         self.terms = {name: torch.zeros((), dtype=torch.float64) for name in denominators}
         shape = batch.ids.shape
         self._shape = shape
+        self._chunks: list[_Chunk] = []
         self._outputs: dict[str, Tensor] = {}
         self.bad_rows: set[int] = set()
         self.contributions = {n: torch.zeros(shape, dtype=torch.float64) for n in denominators} if record else {}
@@ -331,34 +357,52 @@ class _Tally:
                 f"the loss gave terms {sorted(terms)} but {sorted(self.denominators)} before: they must not change"
             )
         total: Any = 0.0
+        held = {n: x.detach().float() for n, x in zip(Outputs._fields, outputs, strict=True) if x is not None}
+        chunk = _Chunk(rows, [], [], [], held)
         for name, term in terms.items():
-            if not torch.equal(term.mask.cpu(), self._masks[name][rows, : term.mask.shape[1]].cpu()):
-                raise ValueError(
-                    f"the mask of loss term {name!r} changed between its denominator and its sum: it may depend on the "
-                    "batch, never on the outputs; to weigh positions by the outputs multiply the values instead"
-                )
-            lengths = self._lengths[name]
+            lengths, device = self._lengths[name], term.mask.device
+            known = to_device(self._masks[name][rows, : term.mask.shape[1]], device)
             weights = position_weights(
                 term.mask,
                 mode=term.mode,
                 denominator=self.denominators[name],
                 norm=term.norm,
-                lengths=None if lengths is None else lengths[rows].to(term.mask.device),
+                lengths=None if lengths is None else to_device(lengths[rows], device),
             )
             values = torch.where(term.mask, term.values, 0)
             total = total + term.coef * (weights.to(values.dtype) * values).sum()
             detached = weights * values.detach().double()
-            summed = detached.sum().cpu()
-            self.terms[name] = self.terms[name] + summed
-            if not math.isfinite(summed):
-                self.bad_rows |= set(rows[(~detached.isfinite()).any(dim=1).cpu()].tolist())
-            if self.record:
-                self.contributions[name][rows, : values.shape[1]] = (term.coef * detached).cpu()
-        for name, tensor in zip(Outputs._fields, outputs, strict=True):
-            if tensor is not None:
-                held = self._outputs.setdefault(name, torch.zeros(self._shape))
-                held[rows, : tensor.shape[1]] = tensor.detach().float().cpu()
+            chunk.odd.append((term.mask != known).any())
+            chunk.sums.append(detached.sum())
+            chunk.values.append(detached)
+        self._chunks.append(chunk)
         return total
+
+    def settle(self) -> None:
+        """Take in what the chunks gave."""
+        found = to_host([t for c in self._chunks for t in (*c.odd, *c.sums, *c.values, *c.outputs.values())])
+        tensors = iter(found)
+        for chunk in self._chunks:
+            odd, sums, values = ([next(tensors) for _ in self.terms] for _ in range(3))
+            for name, is_odd, summed, detached in zip(self.terms, odd, sums, values, strict=True):
+                self._take(name, chunk.rows, bool(is_odd), summed, detached)
+            for name in chunk.outputs:
+                tensor = next(tensors)
+                held = self._outputs.setdefault(name, torch.zeros(self._shape, dtype=torch.float32))
+                held[chunk.rows, : tensor.shape[1]] = tensor
+        self._chunks.clear()
+
+    def _take(self, name: str, rows: Tensor, is_odd: bool, summed: Tensor, detached: Tensor) -> None:
+        if is_odd:
+            raise ValueError(
+                f"the mask of loss term {name!r} changed between its denominator and its sum: it may depend on the "
+                "batch, never on the outputs; to weigh positions by the outputs multiply the values instead"
+            )
+        self.terms[name] = self.terms[name] + summed
+        if not math.isfinite(summed):
+            self.bad_rows |= set(rows[(~detached.isfinite()).any(dim=1)].tolist())
+        if self.record:
+            self.contributions[name][rows, : detached.shape[1]] = self.coefs[name] * detached
 
     def outputs(self) -> Outputs:
         """The outputs of all rows."""

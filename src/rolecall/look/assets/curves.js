@@ -10,7 +10,7 @@
       return sum / count;
     });
   };
-  const smoother = (svg, { xs, series, box, range: [low, high] }) => {
+  const smoother = (svg, { xs, series, box, sparse, range: [low, high] }) => {
     const span = xs[xs.length - 1] - xs[0] || 1;
     const place = (i, y) => `${(box[0] + ((xs[i] - xs[0]) / span) * box[2]).toFixed(1)} ${(box[1] + ((high - y) / (high - low || 1)) * box[3]).toFixed(1)}`;
     const lines = [...svg.querySelectorAll("path.line")].map((line) => {
@@ -26,7 +26,7 @@
       let pen = "M";
       line.setAttribute("d", averaged(series[k].ys, weight).map((y, i) => {
         const part = y === null ? "" : pen + place(i, y);
-        pen = y === null ? "M" : "L";
+        pen = y !== null ? "L" : sparse ? pen : "M";
         return part;
       }).join(""));
     });

@@ -375,3 +375,20 @@
   };
   const curvesSection = document.querySelector("[data-curves][data-events]");
   if (curvesSection) watch(curvesSection);
+
+  // ---- several runs ----
+  const overlaid = document.querySelector("[data-curves]:not([data-events])");
+  if (overlaid) {
+    const plots = new Plots(overlaid), seconds = Number(overlaid.dataset.again) || 0;
+    const draw = async () => {
+      try {
+        const { charts, error } = await (await fetched(overlaid.dataset.curves)).json();
+        if (error) throw new Error(error);
+        say("");
+        plots.take(charts, true);
+        if (seconds) await refresh();
+      } catch (error) { say(error.message); }
+      if (seconds) setTimeout(draw, seconds * 1000);
+    };
+    draw();
+  }

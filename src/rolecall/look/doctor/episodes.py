@@ -27,12 +27,12 @@ def no_tool_calls(run: RunRecord) -> Iterator[Finding]:
         steps,
         f"tool calls fell from {calls.first:.2g} to {calls.last:.2g} an episode: the policy no longer uses its tools",
         _scored(run.answers(steps)),
-        f"--algorithm.kl_coef {max(0.1, 10 * run.number('algorithm.kl_coef', 0.0)):g}",
+        f"--algorithm.kl_coef {max(1.0, 10 * run.number('algorithm.kl_coef', 0.0)):g}",
     )
 
 
 def illegal_actions(run: RunRecord) -> Iterator[Finding]:
-    """Half of all turns are no action that the environment knows."""
+    """Four turns in ten are no action that the environment knows."""
     turns = run.curve("agents/turns")
     for name in _ILLEGAL:
         count = run.counted(f"agents/{name}")
@@ -125,7 +125,7 @@ def idle_agent(run: RunRecord) -> Iterator[Finding]:
     assert last is not None
     for agent, now in shares[-1].items():
         others = [share for name, share in shares[-1].items() if name != agent]
-        if min(now, shares[0].get(agent, 0.0)) > 0.95 and others and min(others) < 0.6:
+        if min(now, shares[0].get(agent, 0.0)) > 0.95 and others and min(others) < 0.85:
             rows = np.array([1.0 if name == agent else np.nan for name in last.table["agent"].to_pylist()])
             first = recorded[0]
             assert first is not None

@@ -68,7 +68,7 @@ def kl_blow_up(run: RunRecord) -> Iterator[Finding]:
         f"the KL to the reference reached {kl.values.max():.3g} nats per token ({kl.last:.3g} at the end): the policy has "
         "left the model that it started from",
         _far_from_reference(run.answers(steps)),
-        f"--algorithm.kl_coef {max(0.1, 10 * run.number('algorithm.kl_coef', 0.0)):g}",
+        f"--algorithm.kl_coef {max(1.0, 10 * run.number('algorithm.kl_coef', 0.0)):g}",
     )
 
 
@@ -213,7 +213,7 @@ def degenerate_weights(run: RunRecord) -> Iterator[Finding]:
         (
             "replay/ess",
             "replayed",
-            f"--replay.max_staleness {max(1, int(run.number('replay.max_staleness', 10)) // 10)}",
+            "--replay.max_staleness 1",
         ),
     ):
         ess = run.curve(name)
@@ -232,13 +232,13 @@ def degenerate_weights(run: RunRecord) -> Iterator[Finding]:
 
 
 def stale_replay(run: RunRecord) -> Iterator[Finding]:
-    """Replayed groups of five versions and more, of which a quarter of the positions are clipped or hardly likely."""
+    """Replayed answers of five versions and more, a tenth of their tokens clipped, or weights worth less than 80 % of equal ones."""
     age, ess = run.curve("replay/age"), run.curve("replay/ess")
     if not len(age) or len(age) != len(ess):
         return
     parts = [run.curve(f"replay/{name}") for name in ("clip_low", "clip_high", "clip_dual", "weighted_out")]
-    lost = np.sum([p.values for p in parts if len(p) == len(age)], axis=0)
-    steps = age.lasting(lambda a: (a >= 5) & ((lost > 0.25) | (ess.values < 0.6)), least=3)
+    lost = np.sum([p.smooth() for p in parts if len(p) == len(age)], axis=0)
+    steps = age.lasting(lambda a: (a >= 5) & ((lost > 0.1) | (ess.smooth() < 0.8)), least=3)
     if steps is None:
         return
     yield found(
@@ -248,7 +248,7 @@ def stale_replay(run: RunRecord) -> Iterator[Finding]:
         f"replayed answers are {age.mean(steps):.1f} versions old, and their weights are worth {ess.mean(steps):.0%} of as "
         "many equal ones: the policy that wrote them is long gone",
         (),
-        f"--replay.max_staleness {max(1, int(run.number('replay.max_staleness', 10)) // 10)}",
+        "--replay.max_staleness 1",
     )
 
 

@@ -54,7 +54,7 @@ def repetition(run: RunRecord) -> Iterator[Finding]:
         f"in step {late.step} {np.nanmean(after):.0%} of all runs of three tokens repeat an earlier one of the same answer: "
         "the policy says the same again and again",
         late.most(after),
-        f"--algorithm.kl_coef {max(0.1, 10 * run.number('algorithm.kl_coef', 0.0)):g}",
+        f"--algorithm.kl_coef {max(1.0, 10 * run.number('algorithm.kl_coef', 0.0)):g}",
     )
 
 
@@ -199,7 +199,7 @@ def _apart(run: RunRecord, rises: Curve, kind: str, name: str) -> Iterator[Findi
         f"{name} rose from {rises.first:.3g} to {rises.last:.3g} while the evaluated reward fell from "
         f"{judged.values[best]:.3g} to {judged.values[-1]:.3g}: what is learned is not what is wanted",
         () if answers is None else answers.most(answers.column("score")),
-        f"--algorithm.kl_coef {max(0.1, 10 * run.number('algorithm.kl_coef', 0.0)):g}",
+        f"--algorithm.kl_coef {max(1.0, 10 * run.number('algorithm.kl_coef', 0.0)):g}",
     )
 
 

@@ -34,6 +34,12 @@ def make_app(runs: Runs, *, token: str, port: int, closing: Callable[[], bool] =
         Route("/", site.page(lambda request: site.pages.index())),
         Route("/events", site.table_events),
         Route("/static/{name}", _static),
+        Route("/compare", site.page(lambda request: site.pages.compare(_given(request)))),
+        Route("/compare/curves", site.data(lambda request: site.pages.compared_curves(_given(request)))),
+        Route(
+            "/compare/answers",
+            site.page(lambda request: site.pages.same_prompt(_given(request), request.query_params.get("prompt", ""))),
+        ),
         Route("/run/{run}", site.page(lambda request: site.pages.run(request.path_params["run"]))),
         Route("/run/{run}/curves", site.data(lambda request: site.pages.curves(request.path_params["run"]))),
         Route("/run/{run}/events", site.run_events),

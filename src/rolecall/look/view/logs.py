@@ -5,6 +5,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from sys import intern
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
@@ -12,7 +13,7 @@ from rolecall.look.run import is_evaluation, number_of
 
 _PRINT = 64
 """Bytes before the end of what was read; if they differ, the file was cut and written on since."""
-_KEPT = 16
+_KEPT = 12
 """Runs whose lines stay in memory."""
 
 Line = dict[str, Any]
@@ -77,7 +78,7 @@ def read_line(line: bytes) -> Line | None:
         return None
     if not isinstance(held, dict) or not isinstance(held.get("step"), int):
         return None
-    return {name: number_of(value) for name, value in held.items()}
+    return {intern(name): number_of(value) for name, value in held.items()}
 
 
 class RunLog:

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from rolecall.errors import UserError
-from rolecall.look.charts import Chart, four_digits
+from rolecall.look.charts import Chart, Series, four_digits
 from rolecall.look.curves import thinned
 from rolecall.look.doctor.audit import findings_of
 from rolecall.look.doctor.marks import marked
@@ -24,6 +24,7 @@ from rolecall.look.report import before_after, lead_of, run_charts, what_ran
 from rolecall.look.run import RunFiles
 from rolecall.look.tokens import token_view
 from rolecall.look.view.answers import VERDICTS, Query, beside, search
+from rolecall.look.view.compare import compared_curves, comparison, same_prompt
 from rolecall.look.view.logs import Recent
 from rolecall.look.view.runs import Runs, Summary
 from rolecall.train.lock import is_held
@@ -33,6 +34,8 @@ _POINTS = 2000
 """Points of a line; of a longer run each stretch keeps its extremes."""
 _LOG_BYTES, _LOG_LINES = 1 << 14, 40
 _SPARK = (96, 24)
+_COMPARED = 24
+"""Runs that one page compares at most."""
 
 
 class NotThere(UserError):
@@ -80,7 +83,7 @@ class Pages:
             damaged=self.runs.logs[path].read().damaged,
             evaluated=Markup(before_after(files, held_out=True)),
             ran=Markup(what_ran(files)),
-            resume=resume_command(summary, files),
+            resume=resume_command(summary, files, self.shown(path)),
             log=self._log(path),
             recorded=list(files.rollouts),
             report=(path / "report.html").is_file(),
@@ -130,6 +133,14 @@ class Pages:
             data=Markup(data_block(data)),
         )
 
+    def compare(self, ids: Sequence[str]) -> str:
+        """Several runs together."""
+        return self._render("compare.html", **comparison(self, _several(ids)))
+
+    def same_prompt(self, ids: Sequence[str], key: str) -> str:
+        """Answers of several runs to the same prompt."""
+        return self._render("same_prompts.html", **same_prompt(self, _several(ids), key))
+
     def error(self, sentence: str) -> str:
         """A page that says why there is no other."""
         return self._render("error.html", sentence=sentence)
@@ -141,6 +152,10 @@ class Pages:
         path = self.path(run)
         files, seen = self.files(path), self.runs.logs[path].read().seen
         return {"seen": seen, "charts": chart_values(*run_charts(files))}
+
+    def compared_curves(self, ids: Sequence[str]) -> dict[str, Any]:
+        """The curves of several runs, overlaid."""
+        return {"charts": chart_values(*compared_curves(self, _several(ids)))}
 
     def news(self, run: str, seen: tuple[int, ...]) -> dict[str, Any]:
         """The points of a run's curves that came after those that were seen."""
@@ -192,6 +207,11 @@ class Pages:
             raise UserError(f"{path.name} is being built and has written nothing yet; this page shows it when it has")
         return self.runs.files(path)
 
+    def shown(self, path: Path) -> str:
+        """A path as somebody would write it in the directory that the server was started in."""
+        here = Path.cwd()
+        return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
     def _log(self, path: Path) -> tuple[str, str] | None:
         """(name, last lines) of what the run printed."""
         file = self.runs.log_of(path)
@@ -206,6 +226,14 @@ class Pages:
 
     def _render(self, template: str, **given: Any) -> str:
         return self._env.get_template(template).render(**given).encode("utf-8", "replace").decode()
+
+
+def _several(ids: Sequence[str]) -> list[str]:
+    """Each run once."""
+    once = list(dict.fromkeys(ids))
+    if len(once) < 2:
+        raise UserError("choose two or more runs to compare")
+    return once[:_COMPARED]
 
 
 def beginning(text: str, most: int = 90) -> str:
@@ -231,9 +259,17 @@ def _chart(chart: Chart) -> dict[str, Any]:
         "title": visible_text(chart.title),
         "about": visible_text(chart.about),
         "xs": list(chart.xs),
-        "series": [{"label": visible_text(s.label), "ys": [_short(y) for y in s.ys]} for s in chart.series],
+        "series": [_series(s) for s in chart.series],
         "stacked": chart.stacked,
+        "sparse": chart.sparse,
     }
+
+
+def _series(series: Series) -> dict[str, Any]:
+    held: dict[str, Any] = {"label": visible_text(series.label), "ys": [_short(y) for y in series.ys]}
+    if series.low is not None and series.high is not None:
+        held |= {"low": [_short(y) for y in series.low], "high": [_short(y) for y in series.high]}
+    return held
 
 
 def _short(value: float | None) -> float | None:
@@ -262,11 +298,8 @@ def _place(x: float, y: float, *, width: int, height: int) -> str:
     return f"{1 + x * (width - 2):.1f},{2 + (1 - y) * (height - 4):.1f}"
 
 
-def resume_command(run: Summary, files: RunFiles) -> str:
-    """What goes on with a run that is not running."""
-    path = files.path
-    here = Path.cwd()
-    shown = path.relative_to(here) if path.is_relative_to(here) else path
+def resume_command(run: Summary, files: RunFiles, out: str) -> str:
+    """What goes on with a run that is not running and lies in `out`."""
     processes = files.about.get("processes", 1)
     start = (
         f"torchrun --nproc_per_node {processes} -m rolecall"
@@ -274,4 +307,4 @@ def resume_command(run: Summary, files: RunFiles) -> str:
         else "rolecall"
     )
     more = " --steps +100" if run.state == "done" else ""
-    return f"{start} {files.command} --out {shlex.quote(str(shown))} --resume{more}"
+    return f"{start} {files.command} --out {shlex.quote(out)} --resume{more}"

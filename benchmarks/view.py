@@ -1,0 +1,222 @@
+"""How `rolecall view` does with many runs and a long one: `python benchmarks/view.py [--keep DIR]`.
+
+Makes 200 runs of 1,000 steps, and one of 1,000 recorded steps with 100 answers each, out of a short real run. Measures in
+chromium how long their pages take until the curves are drawn, what the server holds in memory, how long a line of the
+metrics takes to the page, and how long a training takes with and without the page open. Needs chromium, chromedriver and the
+`dev` and `view` extras.
+"""
+
+import argparse
+import json
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+
+RUNS, STEPS, ANSWERS = 200, 1000, 100
+CALL = [sys.executable, "-m", "rolecall"]
+TRAIN = [
+    *(
+        "rl",
+        "--preset",
+        "ppo",
+        "--model",
+        "tiny",
+        "--rows",
+        "sorting",
+        "--prompts",
+        "25",
+        "--samples",
+        "4",
+        "--seed",
+        "1",
+    ),
+    *("--sampling.max_new_tokens", "40", "--algorithm.entropy_coef", "0.01", "--eval.every", "0"),
+]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--keep", type=Path, help="make the runs there, or use those that are there")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        runs = given.keep or Path(place) / "runs"
+        if not (runs / "long").is_dir():
+            make(runs)
+        with opened() as driver:
+            with viewing(runs) as (process, base, token):
+                driver.get(f"{base}/?token={token}")
+                looked(driver, process, base)
+                reached(driver, base, runs)
+            slowed(driver, Path(place))
+
+
+def make(runs: Path) -> None:
+    """The runs, from one of three steps."""
+    subprocess.run([*CALL, *TRAIN, "--steps", "3", "--out", str(runs / "real"), "--quiet"], check=True)
+    real = runs / "real"
+    lines = [json.loads(line) for line in (real / "metrics.jsonl").read_text().splitlines()]
+    line, timing = lines[-1], json.loads((real / "timing.jsonl").read_text().splitlines()[-1])
+    draw = random.Random(0)
+    for i in range(RUNS):
+        run = runs / f"sweep,lr={1 + i // 4}e-5,seed={i % 4}"
+        run.mkdir()
+        config = json.loads((real / "config.json").read_text()) | {"seed": i % 4, "steps": STEPS}
+        config["optim"]["lr"] = (1 + i // 4) * 1e-5
+        (run / "config.json").write_text(json.dumps(config))
+        shutil.copy(real / "run.json", run)
+        write_log(run / "metrics.jsonl", line, draw)
+        write_log(run / "timing.jsonl", timing, draw)
+    long = runs / "long"
+    shutil.copytree(runs / "sweep,lr=1e-5,seed=0", long)
+    for folder in ("rollouts", "updates"):
+        (long / folder).mkdir()
+        (recorded,) = sorted((real / folder).glob("step-*3.parquet"))
+        for step in range(1, STEPS + 1):
+            shutil.copy(recorded, long / folder / f"step-{step:06d}.parquet")
+    shutil.rmtree(real)
+
+
+def write_log(path: Path, line: dict[str, Any], draw: random.Random) -> None:
+    """So many steps like this one."""
+    held = {name: value for name, value in line.items() if name != "step" and isinstance(value, int | float)}
+    with path.open("w") as file:
+        for step in range(1, STEPS + 1):
+            moved = {name: value * (1 + step / STEPS) + draw.gauss(0, 0.1) for name, value in held.items()}
+            file.write(json.dumps({"step": step, **moved}) + "\n")
+
+
+@contextmanager
+def opened() -> Any:
+    """A browser."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or ""
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1600,1000"):
+        options.add_argument(flag)
+    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+@contextmanager
+def viewing(runs: Path) -> Any:
+    """(process, base address, token) of a server."""
+    process = subprocess.Popen([*CALL, "view", str(runs), "--port", "0"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    found = re.search(r"(http://127\.0\.0\.1:\d+)/\?token=(\S+)", process.stdout.readline())
+    assert found is not None
+    try:
+        yield process, found[1], found[2]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+
+
+def seconds(action: Callable[[], object], done: Callable[[], object], times: int = 3) -> list[float]:
+    """How long it takes from the action until it is done, each time."""
+    out = []
+    for _ in range(times):
+        begun = time.monotonic()
+        action()
+        while not done():
+            assert time.monotonic() - begun < 30, "not within 30 s"
+            time.sleep(0.01)
+        out.append(time.monotonic() - begun)
+    return out
+
+
+def memory(process: subprocess.Popen) -> str:
+    """What the process holds, and held at most."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    now, most = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) / 1e3 for name in ("VmRSS", "VmHWM"))  # type: ignore[index]
+    return f"{now:.0f} MB (at most {most:.0f})"
+
+
+def looked(driver: Any, process: subprocess.Popen, base: str) -> None:
+    """Every page: first and again, and the server's memory after it."""
+    rows = f"return document.querySelectorAll('tbody tr').length > {RUNS - 1}"
+    drawn = "return document.querySelectorAll('.card canvas').length > 3"
+    tokens = "return document.querySelectorAll('.strip .tok').length > 10"
+    many = "&".join(f"run=sweep%2Clr%3D{i}e-5%2Cseed%3D{k}" for i in (1, 2, 3) for k in range(4))
+    pages = (
+        (f"table of {RUNS + 1} runs", "/", rows),
+        (f"run of {STEPS} steps, {STEPS * ANSWERS:,} answers", "/run/long", drawn),
+        ("its answers", "/run/long/answers", "return document.querySelectorAll('.answers tr').length > 90"),
+        ("one answer", "/run/long/answers/500/7", tokens),
+        (
+            "its answers, a text that is nowhere",
+            "/run/long/answers?text=nowhere",
+            "return document.querySelector('#found')",
+        ),
+        ("12 runs compared", f"/compare?{many}", drawn),
+    )
+    print(f"{'page':42} {'first':>7} {'again':>7}  server")
+    for name, path, ready in pages:
+        first, *again = seconds(lambda p=path: driver.get(base + p), lambda r=ready: driver.execute_script(r))
+        print(f"{name:42} {first:6.2f} s {median(again):6.2f} s  {memory(process)}", flush=True)
+    begun = time.monotonic()
+    driver.get(f"{base}/run/long")
+    while driver.execute_script("return document.querySelector('#findings').textContent").startswith("Looking"):
+        time.sleep(0.01)
+    print(f"{'the doctor on that run':42} {time.monotonic() - begun:6.2f} s {'':9} {memory(process)}")
+
+
+def reached(driver: Any, base: str, runs: Path) -> None:
+    """From a written line to the page."""
+    log = runs / "long" / "metrics.jsonl"
+    line = json.loads(log.read_text().splitlines()[-1])
+    driver.get(f"{base}/run/long")
+    points = "return Number(document.body.dataset.points || 0)"
+    time.sleep(2)
+    took = []
+    for i in range(10):
+        count = len(log.read_text().splitlines()) + 1
+        with log.open("a") as file:
+            file.write(json.dumps({**line, "step": line["step"] + i + 1}) + "\n")
+        took += seconds(lambda: None, lambda c=count: driver.execute_script(points) >= c, times=1)
+    print(f"a line of the metrics on the page: median {median(took):.2f} s, longest {max(took):.2f} s")
+
+
+def slowed(driver: Any, place: Path) -> None:
+    """Seconds per step of a training, alone and with `--view` and its page open, in turns."""
+    steps, found = 40, {"alone": [], "viewed": []}  # type: ignore[var-annotated]
+    for i in range(3):
+        for how in found:
+            run = place / "trained" / f"{how}-{i}"
+            words = [*CALL, *TRAIN, "--steps", str(steps), "--out", str(run), *(["--view"] if how == "viewed" else [])]
+            process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+            assert process.stderr is not None
+            for said in process.stderr:
+                if said.startswith("view: "):
+                    driver.get(said.removeprefix("view: ").strip())
+                    server = psutil.Process(process.pid).children()[0]
+                if how == "viewed" and said.startswith(f"step {steps}/"):
+                    used, lived = sum(server.cpu_times()[:2]), time.time() - server.create_time()
+            process.wait()
+            times = [json.loads(line)["step_time"] for line in (run / "timing.jsonl").read_text().splitlines()]
+            found[how].append(median(times[5:]))
+    print(f"the server's share of a core while it is watched, its start included: {used / lived:.0%} of {lived:.0f} s")
+    alone, viewed = (median(found[how]) for how in found)
+    print(
+        f"a step of training: {alone:.4f} s alone, {viewed:.4f} s with --view and the page open ({viewed / alone - 1:+.1%})"
+    )
+
+
+if __name__ == "__main__":
+    main()
