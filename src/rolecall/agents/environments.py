@@ -4,6 +4,8 @@ calculator · guessing · kuhn              built in, with options as tasks have
 addition · rg:chain_sum …                 a task of one answer, as an environment of one turn
 envs.py:MyEnv · package.module:MyEnv      yours: a class with `reset` and `step`, or one of TRL's kind
 gym:FrozenLake-v1:is_slippery=false       Gymnasium's, with what `make` takes; gym:package:ID imports the package first
+textworld:rooms=3,quest=2                 games that TextWorld makes, one for each seed
+mcp:python server.py · mcp:http://…       the tools of an MCP server
 trl:envs.py:MyEnv                         TRL's `environment_factory` kind, where the class has a tool `step`
 """
 
@@ -14,6 +16,8 @@ from typing import Any
 
 from rolecall.agents.adapters import OneTurn, TRLEnv
 from rolecall.agents.gym_text import GymTextEnv
+from rolecall.agents.mcp_tools import MCPEnv, check_server
+from rolecall.agents.textworld_env import TextWorldEnv, textworld_options
 from rolecall.tasks.agent_tasks import AGENT_TASKS
 from rolecall.tasks.builtin import BUILT_IN
 from rolecall.tasks.env import EnvError
@@ -30,6 +34,10 @@ def open_env(name: str) -> Factory:
     if is_task(name):
         task = find_task(name)
         return task.env if hasattr(task, "env") else partial(OneTurn, task)
+    if kind == "textworld":
+        return partial(TextWorldEnv, **textworld_options(name, task_options(name, rest)))
+    if kind == "mcp":
+        return partial(MCPEnv, rest)
     if kind == "gym":
         made, _, last = rest.rpartition(":")
         if (
@@ -58,8 +66,10 @@ def check_name(name: str) -> None:
     kind, _, rest = name.partition(":")
     if is_task(name):
         find_task(name)
-    elif kind == "gym":
+    elif kind in ("gym", "textworld"):
         open_env(name)()
+    elif kind == "mcp":
+        check_server(rest)
     else:
         _parted(rest if kind == "trl" else name)
 

@@ -1,0 +1,48 @@
+"""MCP servers as tools, with the real package: over stdio, in a worker."""
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from talking import play, spoken, talker
+from test_gateway import WITH_TOOLS
+
+from rolecall.agents.environments import check_name
+from rolecall.agents.pool import EnvPool
+from rolecall.tasks.env import EnvError
+from rolecall.types import Finish
+
+pytest.importorskip("mcp")
+SERVER = shlex.join(["mcp:" + sys.executable, str(Path(__file__).with_name("mcp_server.py"))])
+
+
+@pytest.mark.parametrize("episodes", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_policy_calls_the_tools_of_a_server_of_its_own(episodes):
+    lines = [
+        '<tool_call>{"name": "product", "arguments": {"a": 6, "b": 7}}</tool_call>',
+        "<remember>one</remember><remember>no</remember>",
+        '<tool_call>{"name": "product", "arguments": {"c": 6}}</tool_call>',
+        "42",
+    ]
+    rows = [{"prompt": f"go {i}"} for i in range(episodes)]
+    with EnvPool(SERVER, workers=1) as envs:
+        assert [tool["function"]["name"] for tool in envs.tools] == ["product", "remember"]
+        assert envs.tools[0]["function"]["parameters"]["required"] == ["a", "b"]
+        found = play(envs, talker(*lines), rows, new_tokens=99, dialect=WITH_TOOLS, context_length=4000)
+    for episode in found:
+        (trajectory,) = episode.trajectories(group=0)["agent"]
+        heard = [text for who, _, text in spoken(trajectory) if who == "tool"]
+        assert heard[:2] == ["42", "one"], "what another episode keeps is not seen"
+        assert heard[2] == "error: Error executing tool remember"
+        assert heard[3] == "error: missing a required argument: 'a'"
+        assert (episode.finish, episode.rewards) == (Finish.ENVIRONMENT, {})
+        assert (episode.counts["tool_calls"], episode.counts["tool_failures"]) == (4, 2)
+
+
+def test_what_is_no_server_is_said_at_the_start(tmp_path):
+    with pytest.raises(EnvError, match="there is no program 'no-such-program' to start"):
+        check_name("mcp:no-such-program")
+    (tmp_path / "mute.py").write_text("")
+    with pytest.raises(EnvError, match=r"the MCP server .* cannot be used"):
+        EnvPool(f"mcp:{shlex.quote(sys.executable)} {shlex.quote(str(tmp_path / 'mute.py'))}", workers=1)
