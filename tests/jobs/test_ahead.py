@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from hypothesis import strategies as st
 from resume_driver import ROWS, Letters, differing, interrupt, options
 from safetensors.torch import load_file
 
+from rolecall.agents.programs import Programs
 from rolecall.config.merge import ConfigError
 from rolecall.errors import UserError
 from rolecall.experience.store import read_rollouts
-from rolecall.jobs import data, running
+from rolecall.jobs import data, rl, running
 from rolecall.rollout.engine import weights_hash
 from rolecall.train.exit_codes import ExitCode
+from rolecall.train.ranks import Ranks
 
 STEPS = 5
 SMALL = {"steps": STEPS, "save.every": 0}
@@ -157,6 +160,17 @@ def test_what_goes_wrong_while_sampling_is_the_error_of_the_run(tmp_path):
 
     with pytest.raises(UserError, match="this reward is no good"):
         run("grpo", tmp_path / "run", reward=Broken(), ahead=1)
+
+
+def test_what_cannot_be_sampled_ahead_is_refused(tmp_path):
+    def made(processes, asked, **more):
+        job = SimpleNamespace(accelerator=SimpleNamespace(num_processes=processes))
+        return rl._ahead(job, options("grpo", tmp_path, ahead=1, **more), asked, Ranks())
+
+    with pytest.raises(UserError, match="episodes that a program plays itself are not sampled ahead of training"):
+        made(1, rl._Asked(reward=Slow(), envs=object.__new__(Programs)))
+    with pytest.raises(UserError, match="agree on further prompts, which they cannot while they train"):
+        made(2, rl._Asked(reward=Slow()), **{"algorithm.resample": 2})
 
 
 def test_the_correction_is_chosen_and_said(tmp_path):

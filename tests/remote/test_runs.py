@@ -49,6 +49,17 @@ def test_an_adapter_is_trained_on_servers_as_without_them(url, tmp_path):
     assert there.metrics[-1]["kl"] == here.metrics[-1]["kl"] > 0
 
 
+def test_servers_sample_ahead_of_training_as_the_engine_here_does(url, tmp_path):
+    """They are compared with what the trainer said of each version when it was its own."""
+    how = SHORT | {"ahead": 2, "save": {"every": 1}}
+    here = rolecall.rl(out=str(tmp_path / "here"), **how)
+    there = rolecall.rl(out=str(tmp_path / "there"), engine={"servers": [url]}, **how | {"steps": 2})
+    there = rolecall.rl(out=str(there.path), resume=True, extend=2, quiet=True)
+    assert weights(here) == weights(there)
+    assert [line["async/staleness"] for line in there.metrics] == [0, 1, 2, 2]
+    assert all(line["sampling/probe_difference"] < 1e-5 for line in there.metrics)
+
+
 def test_answers_of_another_precision_are_weighed_and_the_weights_recorded(tmp_path):
     with serving(app_of(dtype=torch.bfloat16)) as url:
         run = rolecall.rl(out=str(tmp_path / "run"), engine={"servers": [url]}, **SHORT | {"steps": 2})

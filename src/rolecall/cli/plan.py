@@ -51,7 +51,7 @@ def _settings(options: PlanOptions, train: int, budget: int | None, apart: bool)
     words += ["--train.shard fsdp2"] if train > 1 else []
     words += [f"--policy.lora_rank {options.lora_rank}"] if options.lora_rank else []
     words += [f"--algorithm.epochs {options.epochs}"] if options.epochs > 1 else []
-    return " ".join([*words, *(["--engine.servers URL,…"] if apart else [])])
+    return " ".join([*words, *(["--engine.servers URL,… --async.ahead 1"] if apart else [])])
 
 
 def _show(options: PlanOptions, rows: list) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rolecall.agents.episodes import EnvOnly, EpisodeEvaluator, Episodes
+from rolecall.agents.episodes import Arena, EnvOnly, EpisodeEvaluator, Episodes
 from rolecall.agents.pool import Envs
 from rolecall.agents.programs import Programs
 from rolecall.config.given import resolve_source
@@ -111,12 +111,13 @@ def build(job: Job) -> Built:
     if line := options.weights_line:
         _log.info(line)
     parts: dict[str, Any] = {"policy": policy, "engine": engine, "reward": asked.reward, "timer": job.timer}
+    arena = _arena(options, asked, **parts)
     if options.from_run is not None:
         collector: Collector = _stored_answers(options, policy, engine, updater.ranks)
     elif isinstance(engine, Published):
         collector = _ahead(job, options, asked, updater.ranks, **parts | {"engine": Pinned(engine), "timer": aside})
     else:
-        collector = _collector(options, asked, updater.ranks, **parts)
+        collector = _collector(options, asked, updater.ranks, arena, **parts)
     learner = RLLearner(
         options,
         module=module,
@@ -143,7 +144,7 @@ def build(job: Job) -> Built:
         module=module,
         optimizer=updater.optimizer,
         ranks=updater.ranks,
-        evaluate=_evaluator(job, asked, parts, **watched),
+        evaluate=_evaluator(job, asked, parts, arena, **watched),
         watch_run=record,
         prompts="chat" if played is not None else None if rows is None else style_of(rows),
     )
@@ -154,12 +155,16 @@ def _played(job: Job) -> EnvSource | None:
     return env_source(resolve_source(job.options.env, "environment"), job.options.rows)
 
 
-def _collector(options: RLOptions, asked: _Asked, ranks: Ranks, **parts: Any) -> Collector:
+def _arena(options: RLOptions, asked: _Asked, **parts: Any) -> Arena | None:
+    """Where episodes are played, if any are."""
+    return None if asked.envs is None else open_arena(asked.envs, options.agent, chat=options.chat, **parts)
+
+
+def _collector(options: RLOptions, asked: _Asked, ranks: Ranks, arena: Arena | None, **parts: Any) -> Collector:
     """What answers the rows, or plays their episodes."""
     assert asked.train is not None
-    if asked.envs is None:
+    if arena is None:
         return Answers(options, rows=asked.train, ranks=ranks, **parts)
-    arena = open_arena(asked.envs, options.agent, chat=options.chat, **parts)
     return Episodes(options, arena, rows=asked.train, ranks=ranks)
 
 
@@ -170,10 +175,12 @@ def _ahead(job: Job, options: RLOptions, asked: _Asked, ranks: Ranks, **parts: A
             "algorithm.resample lets the processes of a job agree on further prompts, which they cannot while they train: "
             "leave out async.ahead, or algorithm.resample"
         )
+    if isinstance(asked.envs, Programs):
+        raise UserError("episodes that a program plays itself are not sampled ahead of training: leave out async.ahead")
     if line := options.ahead_line:
         _log.info(line)
     made = Ahead(
-        _collector(options, asked, ranks, **parts),
+        _collector(options, asked, ranks, _arena(options, asked, **parts), **parts),
         parts["engine"],
         reward=asked.reward,
         ahead=options.ahead,
@@ -209,15 +216,14 @@ def _asked(job: Job, timer: Timer) -> _Asked:
     return _Asked(train=found.train, test=found.test, reward=reward, test_reward=found.test_reward, envs=envs)
 
 
-def _evaluator(job: Job, asked: _Asked, parts: dict[str, Any], **more: Any) -> Any:
+def _evaluator(job: Job, asked: _Asked, parts: dict[str, Any], arena: Arena | None, **more: Any) -> Any:
     """What answers held-out rows, or plays held-out episodes; None if the run never evaluates."""
     options, engine = job.options, parts["engine"]
     if asked.test is None:
         return None
     how = {"sampling": options.sampling, "samples": options.eval.samples, "seed": options.seed, **more}
     alone = engine.alone if isinstance(engine, Published) else lambda evaluate: evaluate
-    if asked.envs is not None:
-        arena = open_arena(asked.envs, options.agent, chat=options.chat, **parts)
+    if arena is not None:
         return alone(EpisodeEvaluator(arena, rows=asked.test, **how))
     judge, beside = open_judge(options, asked.reward, asked.test_reward, job.stack, rows=asked.test)
     parts = {**parts, "reward": judge, "train_reward": beside}

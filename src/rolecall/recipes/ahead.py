@@ -160,7 +160,9 @@ class Ahead:
         return _Step(
             found=found,
             position=self.collector.state_dict(),
-            metrics=getattr(self.reward, "take_metrics", dict)() | getattr(self.collector, "take_metrics", dict)(),
+            metrics=getattr(self.reward, "take_metrics", dict)()
+            | getattr(self.collector, "take_metrics", dict)()
+            | getattr(self.engine.published.engine, "metrics", dict)(),
             seconds=self._aside.take(),
             hash=fingerprint,
         )
