@@ -195,8 +195,11 @@ class _Decoding(LocalFlight):
             self._cache, engine._cache = engine._cache, None
         self._slots, old = slots, self._cache
         if old is None or old.slots < slots or old.length < length:
-            if rows:  # others will come, so that the next need not copy again
+            if rows:  # others will come, and longer ones, so that the next need not copy again
+                assert old is not None
                 slots = min(engine.max_rows, fit)
+                most = engine.cache_bytes // (self._decoder.bytes_per_token() * slots)
+                length = max(length, min(2 * old.length, engine.context_length, most))
             else:
                 old = self._cache = None  # free it first
             self._cache = self._decoder.cache(slots=slots, length=length)
