@@ -176,7 +176,7 @@ def _on_servers(
         plain,
         options.engine,
         tokenizer=fingerprint(policy),
-        scorer=scorer or partial(scored, module, temperature=1.0, token_budget=8192, device=policy.model.device),
+        scorer=scorer or partial(scored, module, temperature=1.0, token_budget=8192),
         sampling=options.sampling,
         trainer=torch.bfloat16 if mixed else policy.model.dtype,
         urls=options.engine.servers[int(os.environ.get("RANK", "0")) :: processes()],

@@ -116,7 +116,7 @@ class ServerEngine(Engine):
         """Load weights that were disturbed, then those of the start, and see that tokens are drawn as they should be."""
         model = policy.model
         with disturbed(model) as weights:
-            how: dict[str, Any] = {"temperature": 1.0, "token_budget": 8192, "device": model.device}
+            how: dict[str, Any] = {"temperature": 1.0, "token_budget": 8192}
             self._load(weights, 0, partial(scored, PolicyModel(model), **how))
         for server in self.fleet.servers:
             server.gap = None
