@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from selenium import webdriver
+from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -55,10 +56,15 @@ class Browser:
 
     def until(self, holds: Callable[[], object], *, seconds: float = 10.0):
         """What `holds` returns once that is something."""
-        end = time.monotonic() + seconds
-        while not (found := holds()):
+        end, found = time.monotonic() + seconds, None
+        while not found:
             assert time.monotonic() < end, f"not within {seconds} s; the page says: {self.one('body').text[:2000]}"
-            time.sleep(0.05)
+            try:
+                found = holds()
+            except (StaleElementReferenceException, NoSuchElementException):  # the page changes at this moment
+                found = None
+            if not found:
+                time.sleep(0.05)
         return found
 
     def complaints(self) -> list[str]:

@@ -151,3 +151,14 @@ def test_hostile_answers_are_shown_and_do_nothing(browser, server):
         assert path != "/answers/4/4" or "\\u202e" in browser.js("return document.documentElement.outerHTML")
         assert "\u202e" not in browser.js("return document.documentElement.outerHTML")
         assert browser.complaints() == []
+
+
+def test_no_page_is_wider_than_the_screen_in_light_or_dark(browser, server):
+    browser.open(f"{server.base}/?token={server.token}")
+    for path in ("/", "/run/talks", "/run/talks/answers", "/run/talks/answers/4/4", "/compare?run=talks&run=step-2"):
+        for width, scheme in ((400, "dark"), (1600, "light")):
+            browser.open(f"{server.base}{path}", width=width, scheme=scheme)
+            assert browser.js("return document.documentElement.scrollWidth") <= width, (path, width)
+            ground = int(browser.js("return getComputedStyle(document.body).backgroundColor")[4:].split(",")[0])
+            assert (ground > 128) == (scheme == "light")
+            assert browser.complaints() == []

@@ -22,6 +22,8 @@ class AuditOptions(RLOptions):
     """Audit the settings of the run in `out`; options given here override them."""
     overwrite: bool = False
     """Replace the page that `html` names. No run is removed."""
+    view: bool = False
+    """Without effect: an audit makes no run."""
     quiet: bool = False
     """Warnings and errors only."""
     job: Literal["rl", "sft"] = "rl"
