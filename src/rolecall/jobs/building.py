@@ -19,7 +19,7 @@ from rolecall.train.learner import Learner
 from rolecall.train.loop import LoopOptions
 from rolecall.train.optim import make_optimizer
 from rolecall.train.parts import Parts
-from rolecall.train.persist import read_checkpoint, read_parts, write_checkpoint, write_parts
+from rolecall.train.persist import has_parts, read_checkpoint, read_parts, write_checkpoint, write_parts
 from rolecall.train.ranks import Ranks
 from rolecall.train.reference import Reference
 from rolecall.train.rundir import RunDir
@@ -115,7 +115,10 @@ def build_policy(
 ) -> Built:
     """The parts of a job that trains a policy."""
 
-    parts = parts_of(module, optimizer, ranks, lambda: getattr(learner, "refreshed", None) or {})
+    def refreshed() -> Mapping[str, Any]:
+        return getattr(learner, "refreshed", None) or {}
+
+    parts = parts_of(module, optimizer, ranks, refreshed)
 
     def write(directory: Path, extra: dict[str, Any]) -> None:
         state = learner.state_dict()
@@ -126,8 +129,8 @@ def build_policy(
             write_checkpoint(directory, policy=policy, module=module, optimizer=optimizer, learner=state, extra=extra)
 
     def read(directory: Path) -> dict[str, Any]:
-        if parts is not None:
-            state, extra = read_parts(directory, parts)
+        if has_parts(directory):
+            state, extra = read_parts(directory, parts or Parts(module, optimizer, ranks, refreshed))
         else:
             state, extra = read_checkpoint(directory, policy=policy, module=module, optimizer=optimizer)
         learner.load_state_dict(state)
