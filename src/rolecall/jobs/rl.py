@@ -42,6 +42,7 @@ from rolecall.train.progress import Progress
 from rolecall.train.ranks import Ranks
 from rolecall.train.reference import Reference
 from rolecall.train.rundir import RunDir
+from rolecall.train.step import Updater
 from rolecall.train.timing import Timer
 
 _log = logging.getLogger("rolecall")
@@ -100,16 +101,7 @@ def build(job: Job) -> Built:
     module = _module(policy, options)
     reference = Reference(module) if options.algorithm.kl_coef > 0 else None
     updater = prepared(module, job, reference=reference)
-    engine = sampler(policy, options, timer=aside, updater=updater)
-    job.stack.callback(getattr(engine, "close", lambda: None))
-    options = as_served(options, engine)
-    dtype = engine_dtype(options) or policy.model.dtype
-    if options.ahead:
-        engine = Published(engine, engine_weights(policy), dtype=dtype)
-    guard = Guard(options, policy=policy, updater=updater, engine=engine, engine_dtype=dtype)
-    warn_if_support_is_cut(options.sampling)
-    if line := options.weights_line:
-        _log.info(line)
+    engine, options, guard = _engine(job, options, policy, updater, aside)
     parts: dict[str, Any] = {"policy": policy, "engine": engine, "reward": asked.reward, "timer": job.timer}
     arena = _arena(options, asked, **parts)
     if options.from_run is not None:
@@ -148,6 +140,22 @@ def build(job: Job) -> Built:
         watch_run=record,
         prompts="chat" if played is not None else None if rows is None else style_of(rows),
     )
+
+
+def _engine(
+    job: Job, options: RLOptions, policy: LoadedModel, updater: Updater, timer: Timer
+) -> tuple[Engine, RLOptions, Guard]:
+    """What samples, the options as that turned out to be, and who watches that both sides agree."""
+    engine = sampler(policy, options, timer=timer, updater=updater)
+    job.stack.callback(getattr(engine, "close", lambda: None))
+    options = as_served(options, engine)
+    dtype = engine_dtype(options) or policy.model.dtype
+    if options.ahead:
+        engine = Published(engine, engine_weights(policy), dtype=dtype)
+    warn_if_support_is_cut(options.sampling)
+    if line := options.weights_line:
+        _log.info(line)
+    return engine, options, Guard(options, policy=policy, updater=updater, engine=engine, engine_dtype=dtype)
 
 
 def _played(job: Job) -> EnvSource | None:

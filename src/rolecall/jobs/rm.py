@@ -56,11 +56,8 @@ def build(job: Job) -> Built:
     pairs = make_pairs(model, rows, chat=options.chat, max_length=options.max_length)
     if pairs.too_long or pairs.same:
         _log.warning("%s", pairs.in_words())
-    held = None
-    if held_out is not None:
-        held = make_pairs(
-            model, held_out, chat=options.chat, max_length=options.max_length, limit=options.eval.rows
-        ).pairs
+    how = {"chat": options.chat, "max_length": options.max_length, "limit": options.eval.rows}
+    held = None if held_out is None else make_pairs(model, held_out, **how).pairs
     options = steps_of(options, pairs.pairs, options.batch)
     updater = prepared(model, job)
     learner = RewardModelLearner(options, updater=updater, pairs=pairs.pairs)
