@@ -7,7 +7,7 @@ STAMPS := $(VENV)/.stamps
 
 AGAINST ?= HEAD~1
 
-.PHONY: help setup demo faults frozen docs-site wheel package test test-slow test-cluster test-plain check format bench results results-quick mutate mutate-wiring mutants-listed kernels docs clean
+.PHONY: help setup demo faults frozen docs-site wheel package test test-slow test-vllm test-cluster test-plain check format bench results results-quick mutate mutate-wiring mutants-listed kernels docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -53,6 +53,9 @@ test: $(STAMPS)/dev $(STAMPS)/browser  ## the default test suite
 
 test-slow: $(STAMPS)/dev  ## tests that take minutes or a downloaded model
 	$(BIN)/pytest -m slow --timeout=3000
+
+test-vllm: $(STAMPS)/dev  ## rollouts through a real vLLM server, in an environment of its own that is made at first use
+	$(BIN)/pytest -m vllm --timeout=1800 tests/vllm
 
 test-cluster: $(STAMPS)/ray  ## the pool of Ray actors, on a cluster of three machines that Ray fakes here
 	$(BIN)/pytest -m slow --timeout=300 tests/cluster

@@ -38,15 +38,25 @@ MEASURED = """## How often it is right
 
 `python benchmarks/doctor.py` plants each fault into short real runs of the built-in model (14 to 80 steps, seconds each), and
 trains healthy controls: presets, rewards of several parts, precisions, LoRA, replay, agents, multi-agent, imitation, preferences, reward
-models, some long enough to get much better at their task. Thresholds and checks were set while looking at the runs of even seeds;
-the numbers below for odd seeds are of runs that were not looked at for that, with two exceptions: a first pass missed stale-replay
-and idle-agent at seed 1, then both checks were changed by what even seeds show and idle-agent was planted for 80 steps instead of 60.
-No fault and no control was removed.
+models, some long enough to get much better at their task. Even seeds were used for setting things up, odd seeds for the count.
+
+What was changed on the way, so that the counts can be judged:
+
+- On even seeds thresholds and checks were set, and the runs themselves: entropy-collapse, no-tool-calls and phantom-advantages are planted
+  more strongly than at first; the control of PPO got a critic of its own after the doctor called the shared one useless (its
+  explained variance was below 0), and controls that learn got a smaller learning rate after theirs had ruined the policy. So no
+  false alarm on even seeds says little.
+- On odd seeds a first pass missed stale-replay and idle-agent, once each, at seed 1. Both checks were then changed by what seed 0
+  shows, and idle-agent is planted for 80 steps instead of 60: of these two, only seeds 3 and 5 are unseen. No other
+  check was changed after a look at odd seeds, in spite of the false alarms, and no fault or control was removed.
+- The reward that makes groups flat was changed after its treated run at seed 1, since at first no amount of resampling could help.
+  The settings to try were made stronger where the first choice did nothing (KL coefficients of 1, not 0.1; replay of age 1), with
+  trials at seed 0. What a setting did is told of one run each, at seed 1.
 """
 
 LIMITS = """## What these numbers are not
 
-Faults are planted so that they show within a few steps, one at a time, in a model of a few hundred thousand weights on toy tasks; milder ones are
+Faults are planted so that they show within a few steps, one at a time, in a model of a million weights on toy tasks; milder ones are
 found later or not at all, and thresholds in nats or shares may be too tight or too loose for a large model. A planted run often
 has further findings, such as answers that no longer stop where length pays; they are true of the run, and not counted here.
 Most control runs are short; a false alarm is counted for a run with any finding, whatever its kind.
@@ -179,5 +189,7 @@ def _by_control(controls: Sequence[Looked]) -> str:
     lines.append(", ".join(f"{name} ({len(runs)})" for name, runs in counts.items() if runs) + ".")
     wrong = [one for one in controls if one.found]
     said = "; ".join(f"{one.name}, seed {one.seed}: {', '.join(sorted(one.kinds))}" for one in wrong)
-    lines += ["", f"False alarms: {said}." if wrong else "There was no false alarm."]
+    lines += ["", f"Counted as false alarms: {said}." if wrong else "There was no false alarm."]
+    if wrong:
+        lines[-1] += " What they say of the numbers is true of these runs; nothing was planted in them."
     return "\n".join([*lines, ""])

@@ -113,7 +113,7 @@ def page() -> list[str]:
         out += ["What does not hold, and why:", "", *notes, ""]
     if missing := [name for name in NAMES if not _found(name)]:
         out += [f"Not measured in the last run: {', '.join(missing)}.", ""]
-    return out + _peers() + _phases(limit) + _scaling()
+    return out + _peers() + _phases(limit) + _scaling() + _ranks()
 
 
 def _found(name: str) -> bool:
@@ -251,6 +251,26 @@ def _scaling() -> list[str]:
         "- tcmalloc (`apt-get install libtcmalloc-minimal4`, then `LD_PRELOAD`): `rolecall env` names the allocator in use.",
         "- `OMP_WAIT_POLICY`: the command line sets `PASSIVE`, which is right beside other work. On a machine of its own",
         "  `OMP_WAIT_POLICY=ACTIVE` makes small models about 1.5 times faster; beside other work it makes them ten times slower.",
+    ]
+
+
+def _ranks() -> list[str]:
+    """What `benchmarks/ranks.py` found, which is run by itself."""
+    found = _read("ranks")
+    if not found:
+        return []
+    head = ("job", "way", "peak of a process", "of one process's", "seconds a step", "of one process's")
+    return [
+        "",
+        "## Several processes",
+        "",
+        f"`python benchmarks/ranks.py --repeat {found['repeat']}`: SmolLM2-135M in fp32, one core to each process; two processes share a step,",
+        "holding the model whole (ddp) or in parts (fsdp2). Of a sharded process at most 0.65 of one process's memory is allowed.",
+        "",
+        *_table(head, found["rows"]),
+        "",
+        "Memory is what was measured for; times were taken on two cores that others used too, so they only say that gathering layers",
+        "costs on a CPU.",
     ]
 
 

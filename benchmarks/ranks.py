@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from smollm2 import smollm2_path
 
+FOUND = Path(__file__).parents[1] / "runs" / "bench"
 WAYS = {"one process": (1, "none"), "ddp": (2, "ddp"), "fsdp2": (2, "fsdp2")}
 JOBS = {
     "sft": [
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--job", choices=list(JOBS), action="append")
     given = parser.parse_args()
+    rows: list[list[str]] = []
     print(
         "| job | way | peak of a process | of one process's | seconds a step | of one process's |\n|---|---|---|---|---|---|"
     )
@@ -79,11 +81,11 @@ def main() -> None:
         time = {way: statistics.median(t for _, t in runs) for way, runs in found.items()}
         for way in WAYS:
             first = "one process"
-            print(
-                f"| {job} | {way} | {peak[way]:.2f} GB | {peak[way] / peak[first]:.2f} | {time[way]:.2f} | "
-                f"{time[way] / time[first]:.2f} |",
-                flush=True,
-            )
+            shares = f"{peak[way] / peak[first]:.2f}", f"{time[way] / time[first]:.2f}"
+            rows.append([job, way, f"{peak[way]:.2f} GB", shares[0], f"{time[way]:.2f}", shares[1]])
+            print(f"| {' | '.join(rows[-1])} |", flush=True)
+    FOUND.mkdir(parents=True, exist_ok=True)
+    (FOUND / "ranks.json").write_text(json.dumps({"rows": rows, "repeat": given.repeat}, indent=1))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 Makes 200 runs of 1,000 steps, and one of 1,000 recorded steps with 100 answers each, out of a short real run. Measures in
 chromium how long their pages take until the curves are drawn, what the server holds in memory, how long a line of the
-metrics takes to the page, and how long a training takes with and without the page open. Needs chromium, chromedriver and the
+metrics takes to the page, and what a training costs with and without it. Needs chromium, chromedriver and the
 `dev` and `view` extras.
 """
 
 import argparse
 import json
+import os
 import random
 import re
 import shutil
@@ -19,49 +20,37 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import split
 from statistics import median
 from typing import Any
 
-import psutil
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
 RUNS, STEPS, ANSWERS = 200, 1000, 100
 CALL = [sys.executable, "-m", "rolecall"]
-TRAIN = [
-    *(
-        "rl",
-        "--preset",
-        "ppo",
-        "--model",
-        "tiny",
-        "--rows",
-        "sorting",
-        "--prompts",
-        "25",
-        "--samples",
-        "4",
-        "--seed",
-        "1",
-    ),
-    *("--sampling.max_new_tokens", "40", "--algorithm.entropy_coef", "0.01", "--eval.every", "0"),
-]
+TRAIN = split(
+    "rl --preset ppo --model tiny --rows sorting --prompts 25 --samples 4 --seed 1 --sampling.max_new_tokens 40 "
+    "--algorithm.entropy_coef 0.01 --eval.every 0"
+)
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", type=Path, help="make the runs there, or use those that are there")
+    parser.add_argument("--cost-only", action="store_true", help="measure what a training costs, and nothing else")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         runs = given.keep or Path(place) / "runs"
-        if not (runs / "long").is_dir():
+        if not given.cost_only and not (runs / "long").is_dir():
             make(runs)
         with opened() as driver:
-            with viewing(runs) as (process, base, token):
-                driver.get(f"{base}/?token={token}")
-                looked(driver, process, base)
-                reached(driver, base, runs)
+            if not given.cost_only:
+                with viewing(runs) as (process, base, token):
+                    driver.get(f"{base}/?token={token}")
+                    looked(driver, process, base)
+                    reached(driver, base, runs)
             slowed(driver, Path(place))
 
 
@@ -194,27 +183,25 @@ def reached(driver: Any, base: str, runs: Path) -> None:
 
 
 def slowed(driver: Any, place: Path) -> None:
-    """Seconds per step of a training, alone and with `--view` and its page open, in turns."""
-    steps, found = 40, {"alone": [], "viewed": []}  # type: ignore[var-annotated]
+    """Processor seconds of a training alone, and with `--view`, its server counted too and its page open; in turns."""
+    steps, found = 150, {"alone": [], "viewed": []}  # type: ignore[var-annotated]
     for i in range(3):
         for how in found:
             run = place / "trained" / f"{how}-{i}"
-            words = [*CALL, *TRAIN, "--steps", str(steps), "--out", str(run), *(["--view"] if how == "viewed" else [])]
+            words = [*CALL, *TRAIN, "--prompts", "4", "--steps", str(steps), "--out", str(run)]
+            words += ["--view"] if how == "viewed" else []
             process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
             assert process.stderr is not None
             for said in process.stderr:
                 if said.startswith("view: "):
                     driver.get(said.removeprefix("view: ").strip())
-                    server = psutil.Process(process.pid).children()[0]
-                if how == "viewed" and said.startswith(f"step {steps}/"):
-                    used, lived = sum(server.cpu_times()[:2]), time.time() - server.create_time()
-            process.wait()
+            used = os.wait4(process.pid, 0)[2]
+            found[how].append(used.ru_utime + used.ru_stime)
             times = [json.loads(line)["step_time"] for line in (run / "timing.jsonl").read_text().splitlines()]
-            found[how].append(median(times[5:]))
-    print(f"the server's share of a core while it is watched, its start included: {used / lived:.0%} of {lived:.0f} s")
+            print(f"  {how}: {found[how][-1]:.1f} s of processor, {median(times[5:]):.3f} s per step", flush=True)
     alone, viewed = (median(found[how]) for how in found)
     print(
-        f"a step of training: {alone:.4f} s alone, {viewed:.4f} s with --view and the page open ({viewed / alone - 1:+.1%})"
+        f"a training of {steps} steps: {alone:.1f} s of processor alone, {viewed:.1f} s with --view and its page open"
     )
 
 

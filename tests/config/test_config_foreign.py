@@ -157,7 +157,7 @@ REFUSED = [
     ({"loss_type": "cispo"}, "epsilon_high is the largest ratio itself"),
     ({"loss_type": "sapo"}, "of loss_type's values there are grpo, dapo, dr_grpo"),
     ({"sync_ref_model": True}, "`algorithm.reference_every` makes the policy the new reference"),
-    ({"use_vllm": True}, "there is no vLLM engine"),
+    ({"use_vllm": True}, "vLLM is a server here"),
     ({"tools": ["f"]}, "functions can be given from Python only"),
     ({"fp16": True}, "give `policy.mixed_precision` bf16"),
     ({"report_to": "all"}, "`save.trackers` takes its place and wants names"),
@@ -180,7 +180,7 @@ REFUSED = [
         {"algorithm": {"kl_ctrl": {"type": "adaptive", "target_kl": 0.1}}},
         "the KL per answer, where target_kl is that per",
     ),
-    ({"rollout.name": "vllm"}, "there is no vllm engine"),
+    ({"rollout.name": "vllm"}, "vLLM is a server here"),
     ({"data.train_files": ["a", "b"]}, "`rows` takes one file, got 2"),
     ({"trainer.logger": ["mlflow"]}, "there is no mlflow: `save.trackers` takes tensorboard"),
     ({"custom_reward_function": {"path": "r.py", "reward_kwargs": {"a": 1}}}, "functools.partial(compute_score"),
@@ -334,7 +334,7 @@ def test_what_an_object_sets_and_we_do_not_use_is_said(caplog):
     assert [r.getMessage() for r in caplog.records] == [
         "of GRPOConfig these are not used here: dataloader_num_workers, vllm_mode"
     ]
-    with pytest.raises(ConfigError, match="`use_vllm` in args, GRPOConfig: there is no vLLM engine"):
+    with pytest.raises(ConfigError, match="`use_vllm` in args, GRPOConfig: vLLM is a server here"):
         make(RLOptions, {"args": GRPOConfig(output_dir="x", use_vllm=True)})
     with pytest.raises(ConfigError, match="unknown key `args`"):
         make(RLOptions, {"args": "x"})

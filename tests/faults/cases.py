@@ -353,6 +353,7 @@ CASES = {
         (
             *_in("look/test_report_browser.py", "test_hostile_text_is_shown_and_does_nothing"),
             *_in(_VIEW, "test_hostile_names_settings_and_numbers_are_text_in_every_page"),
+            *_in("look/test_view_answers.py", "test_hostile_answers_are_shown_and_do_nothing"),
             *_in("rewards/test_rewards_calling.py", "test_control_characters_of_the_model_do_not_reach_the_log"),
             *_in(_WALLS, "test_what_a_reward_prints_is_shown_and_cannot_act_on_the_terminal"),
         ),

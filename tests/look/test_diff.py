@@ -196,6 +196,23 @@ def test_a_damaged_record_is_compared_without(first, tmp_path, caplog):
     assert "is not a whole Parquet file" in caplog.text
 
 
+def test_lists_of_other_lengths_stop_nothing(first, tmp_path):
+    for column in ("ids", "roles", "verdicts", "behaviour_logprobs", "rewards", "advantages", "pieces"):
+        for i, change in enumerate((lambda i, held: held[:-1], lambda i, held: [])):
+            assert parting(first, edited(first, tmp_path / f"{column}{i}", column, change)).step == 3
+    gone = edited(first, tmp_path / "gone", "advantages", lambda i, held: None)
+    assert "and nothing" in parting(first, gone).sentence
+
+
+def test_answers_that_are_given_are_not_called_sampled(place):
+    """Imitation keeps no record of answers: the first number that differs is of the data or the loss."""
+    how = {"steps": 3, "batch": 4, "quiet": True, "save.every": 0}
+    made = [rolecall.sft(rows=f"sorting:length={n}", out=str(place / f"sft-{n}"), **how).path for n in (2, 3)]
+    (pair,) = rolecall.diff(*made).pairs
+    assert (pair.followed.parting.step, pair.followed.parting.kind) == (1, "data")
+    assert pair.followed.order is None
+
+
 def test_a_shorter_run_is_the_same_as_far_as_it_goes(first, place):
     (pair,) = rolecall.diff(first, run(place / "shorter", steps=2)).pairs
     assert pair.followed.parting is None

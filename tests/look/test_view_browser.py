@@ -68,6 +68,7 @@ def test_a_curve_moves_while_a_real_run_trains_and_shows_its_own_view(here, serv
         first = here.until(lambda: values(here, "entropy"), seconds=20)
         here.until(lambda: values(here, "entropy")[0] != first[0])
         assert here.one("h1 .state").text == "running"
+        assert f"process {run.pid}: " in here.one("#live-head").text
         written, seen = len((runs / "trains" / "metrics.jsonl").read_text().splitlines()), time.monotonic()
         here.until(lambda: int(here.js("return document.body.dataset.points")) >= written)
         assert time.monotonic() - seen < 2, "a line is on the page within two seconds"

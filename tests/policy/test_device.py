@@ -7,7 +7,7 @@ import torch
 
 from rolecall.config.training import SFTOptions
 from rolecall.errors import UserError
-from rolecall.policy.device import open_device
+from rolecall.policy.device import open_device, set_tf32
 
 
 def found(monkeypatch, device: str | None, count: int = 2) -> list[int]:
@@ -28,10 +28,30 @@ def test_auto_is_the_cpu_where_there_is_nothing_else(monkeypatch, caplog):
 
 
 def test_auto_is_the_accelerator_and_says_so(monkeypatch, caplog):
+    found(monkeypatch, "xpu")
+    with caplog.at_level(logging.INFO):
+        assert open_device("auto") == "xpu"
+    assert "training on xpu" in caplog.text
+
+
+def test_auto_is_not_an_accelerator_without_float64(monkeypatch, caplog):
     found(monkeypatch, "mps")
     with caplog.at_level(logging.INFO):
-        assert open_device("auto") == "mps"
-    assert "training on mps" in caplog.text
+        assert open_device("auto") == "cpu"
+    assert "training on the CPU: mps has no float64" in caplog.text
+
+
+def test_tf32_is_for_cuda_and_off_again_in_the_next_run():
+    with pytest.raises(UserError, match=r"policy\.tf32 is for NVIDIA GPUs, and this run is on cpu"):
+        set_tf32(torch.device("cpu"), on=True)
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        set_tf32(torch.device("cuda"), on=True)
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        set_tf32(torch.device("cuda"), on=False)
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def test_a_numbered_device_becomes_the_current_one(monkeypatch):
@@ -47,6 +67,7 @@ def test_a_numbered_device_becomes_the_current_one(monkeypatch):
         (None, "cuda", "torch finds no GPU"),
         ("mps", "cuda", "torch finds mps only"),
         ("cuda", "cuda:2", "torch finds 2 of them"),
+        ("mps", "mps", "it has no float64"),
     ],
 )
 def test_a_device_that_is_not_there_is_one_sentence(monkeypatch, there, asked, why):

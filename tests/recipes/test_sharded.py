@@ -12,12 +12,12 @@ from forked_ranks import ended, processes, started
 from safetensors.torch import load_file
 
 from rolecall.cli import main
-from rolecall.experience.store import read_rollouts
 from rolecall.policy.load import load
 
 REWARD = """
 def letters(completions, **columns):
-    return [len(set(text)) / 6 + text.count("1") for text in completions]
+    texts = [c if isinstance(c, str) else " ".join(m["content"] for m in c) for c in completions]
+    return [len(set(text)) / 6 + text.count("1") for text in texts]
 """
 SHORT = ["--rows", "sorting:length=2", "--prompts", "4", "--samples", "4", "--steps", "2", "--quiet"]
 SHORT += ["--reward", "rewards.py:letters", "--sampling.max_new_tokens", "6", "--optim.lr", "3e-4"]
@@ -30,6 +30,11 @@ CASES = {
     ],
     "lora, KL": ["rl", "--preset", "grpo", *SHORT, "--policy.lora_rank", "4", "--algorithm.kl_coef", "0.05"],
     "recomputed activations": ["rl", "--preset", "grpo", *SHORT, "--policy.gradient_checkpointing"],
+    "agents": [
+        *("rl", "--preset", "grpo", "--env", "guessing", "--prompts", "4", "--samples", "3", "--steps", "2", "--quiet"),
+        *("--reward", "rewards.py:letters", "--sampling.max_new_tokens", "6", "--algorithm.minibatches", "2"),
+        *("--algorithm.kl_coef", "0.05", "--eval.every", "2", "--eval.rows", "1", "--eval.samples", "2"),
+    ],
     "replay": ["rl", "--preset", "grpo", *SHORT, "--steps", "3", "--replay.share", "0.5"],
     "hf": ["rl", "--preset", "ppo", *SHORT, "--algorithm.critic", "shared", "--engine.name", "hf"],
     "sft": ["sft", *ROWS],
@@ -60,7 +65,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "ppo"])  # ppo: test_ranks_exact.py
 def test_what_two_processes_hold_in_parts_trains_as_one_process_does(place, case):
     processes(1, place, *CASES[case], "--out", "whole")
     processes(2, place, *CASES[case], "--out", "parts", *SHARDED)
@@ -71,12 +76,19 @@ def test_what_two_processes_hold_in_parts_trains_as_one_process_does(place, case
     for alone, together in zip(metrics_of(place / "whole"), metrics_of(place / "parts"), strict=True):
         assert alone.keys() == together.keys()
         assert together == pytest.approx(alone, rel=2e-3, abs=2e-5)
-    if case == "ppo":
-        drawn, again = (read_rollouts(place / run / "rollouts/step-000002.parquet") for run in ("whole", "parts"))
-        ids = {(t.group, t.episode): t.ids for t in drawn.trajectories}
-        assert all(ids[t.group, t.episode] == t.ids for t in again.trajectories)
-        loaded = load(str(place / "parts" / "model"))
-        assert loaded.model.config.architectures == ["LlamaForCausalLM"]
+
+
+def test_in_mixed_precision_parts_train_as_the_whole_does_within_its_rounding(place):
+    bf16 = [*CASES["ppo"], "--policy.mixed_precision", "bf16"]
+    processes(2, place, *bf16, "--out", "whole")
+    processes(2, place, *bf16, "--out", "parts", *SHARDED)
+    whole, parts = model_of(place / "whole"), model_of(place / "parts")
+    start = {name: p.detach() for name, p in load("tiny").model.named_parameters()}
+    apart, moved = (sum(float((one[n] - whole[n]).square().sum()) for n in whole) ** 0.5 for one in (parts, start))
+    assert apart < 0.25 * moved, "0.13, measured once: early steps of Adam turn rounding into whole steps"
+    for one, other in zip(metrics_of(place / "whole"), metrics_of(place / "parts"), strict=True):
+        assert other["reward"] == pytest.approx(one["reward"], abs=1e-6), "the same answers"
+        assert other["loss"] == pytest.approx(one["loss"], abs=2e-2)
 
 
 def test_in_one_process_the_only_part_is_the_whole_bit_for_bit_and_that_is_said(place, caplog):
@@ -103,7 +115,7 @@ LONG = [*CASES["ppo"], "--algorithm.reference_every", "2", "--save.every", "1"]
 
 
 def test_parts_of_one_number_of_processes_are_read_by_another(place):
-    processes(4, place, *LONG, "--steps", "4", "--out", "whole", *SHARDED)
+    processes(1, place, *LONG, "--steps", "4", "--out", "whole")
     processes(2, place, *LONG, "--out", "run", *SHARDED)
     saved = files_of(place / "run", 2)
     assert {name for name in saved if name.startswith("parts/")} == {
@@ -159,11 +171,37 @@ def test_what_cannot_be_held_so_is_refused_in_a_sentence(place, capfd, count, gi
     assert not (place / "run").exists()
 
 
-def test_a_checkpoint_in_parts_and_a_whole_one_are_not_taken_for_each_other(place, capfd):
-    assert main([*CASES["sft"], "--out", "parts", *SHARDED]) == 0
-    assert main([*CASES["sft"], "--out", "whole"]) == 0
-    capfd.readouterr()
-    assert main(["sft", "--resume", "--steps", "3", "--out", "parts", "--train.shard", "none"]) == 2
-    assert "is of a sharded run: resume it with --train.shard fsdp2" in capfd.readouterr().err
-    assert main(["sft", "--resume", "--steps", "3", "--out", "whole", *SHARDED]) == 2
-    assert "is of a run that was not sharded: resume it without --train.shard fsdp2" in capfd.readouterr().err
+TURNS = {
+    "ppo": [*CASES["ppo"], "--algorithm.reference_every", "2"],
+    "lora": CASES["lora, KL"],
+    "rm": ["rm", "--rows", "addition", "--steps", "2", "--batch", "5", "--quiet"],
+}
+
+
+@pytest.mark.parametrize("case", TURNS)
+def test_a_run_may_be_sharded_or_not_from_one_resume_to_the_next(place, case):
+    """In one process, where both are the same bit for bit."""
+    command, how = TURNS[case][0], [*TURNS[case], "--optim.schedule", "constant"]
+    assert main([*how, "--steps", "4", "--out", "straight"]) == 0
+    assert main([*how, "--out", "turns", *SHARDED]) == 0
+    assert any(name.startswith("parts/") for name in files_of(place / "turns", 2))
+    assert main([command, "--resume", "--steps", "3", "--out", "turns", "--quiet", "--train.shard", "none"]) == 0
+    assert not any(name.startswith("parts/") for name in files_of(place / "turns", 3))
+    assert main([command, "--resume", "--steps", "4", "--out", "turns", "--quiet", *SHARDED]) == 0
+    assert (place / "turns/model/model.safetensors").read_bytes() == (
+        place / "straight/model/model.safetensors"
+    ).read_bytes()
+    assert metrics_of(place / "turns") == metrics_of(place / "straight")
+    resumed = json.loads((place / "turns/run.json").read_text())["resumed"]
+    assert [one["bit_exact"] for one in resumed] == [True, True]
+
+
+def test_two_processes_go_on_sharded_with_what_they_held_whole_and_say_that_it_is_not_bit_exact(place):
+    processes(2, place, *LONG, "--steps", "2", "--out", "run")
+    processes(2, place, "rl", "--resume", "--steps", "3", "--out", "run", "--quiet", *SHARDED)
+    processes(2, place, "rl", "--resume", "--steps", "4", "--out", "run", "--quiet", "--train.shard", "ddp")
+    processes(1, place, *LONG, "--steps", "4", "--out", "whole")
+    for name, tensor in model_of(place / "whole").items():
+        torch.testing.assert_close(model_of(place / "run")[name], tensor, rtol=0, atol=1e-5)
+    resumed = json.loads((place / "run/run.json").read_text())["resumed"]
+    assert [one["bit_exact"] for one in resumed] == [False, False]

@@ -96,6 +96,14 @@ def test_a_server_that_cannot_be_used_says_what_to_do(path, said, part):
     assert part in str(error.value)
 
 
+def test_a_cpu_server_that_splits_prompts_is_refused():
+    def splits(said):
+        said["vllm_config"]["scheduler_config"]["enable_chunked_prefill"] = True
+
+    with pytest.raises(UserError, match="--no-enable-chunked-prefill"):
+        about(server_info=splits)
+
+
 def test_one_that_a_killed_run_left_paused_goes_on():
     call = Replay({"/is_paused": {"is_paused": True}, "/resume": {}})
     run(VllmDialect().about(call))

@@ -43,6 +43,7 @@ HTTPServer(("127.0.0.1", int(names[names.index("--port") + 1])), Handler).serve_
 @pytest.fixture
 def python(tmp_path, monkeypatch):
     """An interpreter that says how it was called."""
+    monkeypatch.setenv("ROLECALL_CACHE", str(tmp_path))
     monkeypatch.setenv("ROLECALL_SERVER_KEY", "a-key")
     monkeypatch.setenv("SAID", str(tmp_path / "said"))
     path = tmp_path / "python"
@@ -74,7 +75,9 @@ def test_vllm_is_started_for_training_and_ended_with_us(tmp_path, python):
 
 def test_a_vllm_that_does_not_start_is_a_sentence(python):
     options = ServeOptions(model="tiny", port=0, vllm=True, vllm_python=str(python), vllm_args="--fail")
-    with pytest.raises(UserError, match=r"vLLM did not start \(status 3\): ValueError: no such thing"):
+    with pytest.raises(
+        UserError, match=r"vLLM did not start \(status 3\): ValueError: no such thing \(its output is in "
+    ):
         run(options, lambda serving: None)
 
 

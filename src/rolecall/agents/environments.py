@@ -5,6 +5,7 @@ addition · rg:chain_sum …                 a task of one answer, as an environ
 envs.py:MyEnv · package.module:MyEnv      yours: a class with `reset` and `step`, or one of TRL's kind
 gym:FrozenLake-v1:is_slippery=false       Gymnasium's, with what `make` takes; gym:package:ID imports the package first
 textworld:rooms=3,quest=2                 games that TextWorld makes, one for each seed
+tools:python,search=FOLDER                tools that come with the library
 mcp:python server.py · mcp:http://…       the tools of an MCP server
 trl:envs.py:MyEnv                         TRL's `environment_factory` kind, where the class has a tool `step`
 """
@@ -18,6 +19,7 @@ from rolecall.agents.adapters import OneTurn, TRLEnv
 from rolecall.agents.gym_text import GymTextEnv
 from rolecall.agents.mcp_tools import MCPEnv, check_server
 from rolecall.agents.textworld_env import TextWorldEnv, textworld_options
+from rolecall.agents.toolbox import Toolbox
 from rolecall.tasks.agent_tasks import AGENT_TASKS
 from rolecall.tasks.builtin import BUILT_IN
 from rolecall.tasks.env import EnvError
@@ -36,6 +38,9 @@ def open_env(name: str) -> Factory:
         return task.env if hasattr(task, "env") else partial(OneTurn, task)
     if kind == "textworld":
         return partial(TextWorldEnv, **textworld_options(name, task_options(name, rest)))
+    if kind == "tools":
+        named = {word: value for word, _, value in (part.partition("=") for part in rest.split(",")) if word}
+        return partial(Toolbox, named)
     if kind == "mcp":
         return partial(MCPEnv, rest)
     if kind == "gym":
@@ -66,7 +71,7 @@ def check_name(name: str) -> None:
     kind, _, rest = name.partition(":")
     if is_task(name):
         find_task(name)
-    elif kind in ("gym", "textworld"):
+    elif kind in ("gym", "textworld", "tools"):
         open_env(name)()
     elif kind == "mcp":
         check_server(rest)

@@ -5,7 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 from rolecall.config.use import DiffOptions
-from rolecall.visible import visible_text
+from rolecall.files import plain
+from rolecall.visible import visible_text, visible_token
 
 _SHOWN = 30
 """Settings that are printed; all are in the JSON."""
@@ -17,20 +18,21 @@ def diff(options: DiffOptions) -> int:
 
     found = diff(*options.runs, against=options.against)
     if options.json:
-        print(json.dumps({"same": found.same, **asdict(found)}))
+        print(json.dumps(plain({"same": found.same, **asdict(found)}), allow_nan=False))
         return int(not found.same)
-    lines = [line for pair in found.pairs for line in (*_pair(pair), "")]
+    lines = [line for pair in found.pairs for line in (*_pair(pair, found.command), "")]
     lines += [line for sides in found.sides for line in (*_sides(sides), "")]
     print(visible_text("\n".join(lines[:-1])))
     return int(not found.same)
 
 
-def _pair(pair: Any) -> list[str]:
+def _pair(pair: Any, command: str) -> list[str]:
     followed = pair.followed
     lines = [f"A {pair.runs[0]}", f"B {pair.runs[1]}"]
     lines += _changed("settings", pair.settings) + _changed("versions and machine", pair.versions)
     lines.append(f"weights at start: {_known(followed.weights)}")
-    records = f" in {followed.records} recorded steps" if followed.order is not None else ""
+    many = "s" if followed.records != 1 else ""
+    records = f" in {followed.records} recorded step{many}" if followed.order is not None else ""
     lines.append(f"data order: {_known(followed.order)}{records}")
     parting = followed.parting
     if parting is None:
@@ -42,7 +44,7 @@ def _pair(pair: Any) -> list[str]:
     lines.append(f"  {parting.sentence}")
     if not parting.recorded:
         said = "nothing is recorded of the answers of that step in both runs, so only its numbers are compared"
-        lines.append(f"  {said}; --save.rollouts keeps more steps")
+        lines.append(f"  {said}{'; --save.rollouts keeps more steps' if command == 'rl' else ''}")
     lines.append(f"  {pair.cause}")
     return lines
 
@@ -73,5 +75,5 @@ def _known(same: bool | None) -> str:
 
 
 def _value(value: Any) -> str:
-    shown = value if isinstance(value, str) else json.dumps(value)
+    shown = visible_token(value)[1:-1] if isinstance(value, str) else json.dumps(value)
     return shown if len(shown) <= 60 else f"{shown[:59]}…"

@@ -239,7 +239,11 @@ TRL = (
     made("sync_ref_model", ("algorithm.reference_every",), _sync, counts_updates=True, learned=True),
     made("ref_model_sync_steps", ("algorithm.reference_every",), lambda v, _: {}),
     made("ref_model_mixup_alpha", ("algorithm.reference_every",), lambda v, _: {}),
-    differs("use_vllm", ["engine.name"], "there is no vLLM engine: leave it out; `engine.name` says what samples"),
+    differs(
+        "use_vllm",
+        ["engine.servers"],
+        "vLLM is a server here: start `rolecall serve MODEL --vllm`, give `engine.servers`",
+    ),
     differs("shuffle_dataset", ["seed"], "rows are always shuffled, by `seed`", off=(True,)),
     unused("log_completions", "all answers are kept, in rollouts/ of the run", "save.rollouts"),
 )

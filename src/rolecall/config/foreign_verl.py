@@ -194,7 +194,10 @@ VERL = (
         "rollout.name",
         "engine.name",
         {"hf": "hf"}
-        | {n: Differs(f"there is no {n} engine: leave it out, `engine.name` auto chooses") for n in ("vllm", "sglang")},
+        | {
+            "vllm": Differs("vLLM is a server here: start `rolecall serve MODEL --vllm`, give `engine.servers`"),
+            "sglang": Differs("there is no sglang engine: leave it out, `engine.name` auto chooses"),
+        },
     ),
     unused("rollout.tensor_model_parallel_size", _PLACEMENT),
     unused("rollout.gpu_memory_utilization", _PLACEMENT),

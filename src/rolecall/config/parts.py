@@ -31,8 +31,8 @@ class RunOptions:
     rank_timeout: float = 60.0
     """In a job of several processes: seconds without a sign of life after which a process counts as lost."""
     device: str = "auto"
-    """Where the model trains: `cpu`, `cuda`, `cuda:1`, `mps` or `xpu`; `auto` is the accelerator if torch finds one, else the CPU.
-    The native engine samples on the CPU, so elsewhere answers come from the hf engine."""
+    """Where the model trains: `cpu`, `cuda`, `cuda:1` or `xpu`; `auto` is the accelerator if torch finds one that can train, else the
+    CPU. The native engine samples on the CPU, so elsewhere answers come from the hf engine, or from servers (docs/gpu.md)."""
     view: bool = False
     """Start `rolecall view` beside the run and print the address of its page; it ends with the run (needs `rolecall[view]`)."""
     quiet: bool = False
@@ -40,7 +40,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", self.device):
-            raise ValueError(f"device must be auto, cpu, cuda, cuda:NUMBER, mps or xpu, got {self.device!r}")
+            raise ValueError(f"device must be auto, cpu, cuda, cuda:NUMBER or xpu, got {self.device!r}")
         if self.extend and not self.resume:
             raise ValueError("extend adds steps to a run that is there: give resume too")
         if self.strict and not self.resume:
@@ -110,6 +110,12 @@ class PolicyOptions(LoadOptions):
     """The weights' dtype while training."""
     mixed_precision: Literal["no", "bf16"] = "no"
     """bf16: the forward and backward passes run in bfloat16 where that is safe, weights and optimiser stay as they are."""
+    tf32: bool = False
+    """On an NVIDIA GPU: matrix products of float32 numbers round them to 10 bits first (TF32), which is several times faster. Engine
+    and trainer then agree less well."""
+    compile: bool = False
+    """Compile the model's layers with torch.compile, in place of the forward pass without padding. The first steps take
+    minutes."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     lora_rank: int | None = field(default=None, metadata={"known_as": ("lora_r", "r")})
@@ -334,6 +340,11 @@ class TrainingOptions(RunOptions):
     train: TrainerOptions = field(default_factory=TrainerOptions)
     eval: HeldOutOptions = field(default_factory=HeldOutOptions)
     save: SaveOptions = field(default_factory=SaveOptions)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.policy.compile and self.train.shard == "fsdp2":
+            raise ValueError("policy.compile is for models that every process holds whole: leave out train.shard fsdp2")
 
 
 @dataclass(frozen=True, kw_only=True)

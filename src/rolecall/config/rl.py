@@ -9,6 +9,7 @@ from rolecall.config.experience import ReplayOptions
 from rolecall.config.foreign import Foreign
 from rolecall.config.foreign_trl import TRL
 from rolecall.config.foreign_verl import VERL
+from rolecall.config.memory import memory_line
 from rolecall.config.parts import AnsweringOptions, TrainingOptions
 from rolecall.config.plan import logits_line, passes_line, ranks_line
 from rolecall.config.rl_presets import PRESETS
@@ -393,6 +394,7 @@ class RLOptions(AnsweringOptions, TrainingOptions):
             f"{math.ceil(answers / o.minibatches)} answers each, in micro-batches of up to {self.optim.token_budget:,} tokens",
             ranks_line(self.prompts, "prompts"),
             logits_line(self.model, self.optim.token_budget),
+            memory_line(self, reference=bool(o.kl_coef), critic=o.critic == "separate", sampler=self.sampled_now),
             f"old log-probs: {self.old_source}; reference: {o.reference_line}; critic: {o.critic}",
             passes_line(self.epochs, self.prompts)
             if self.epochs is not None

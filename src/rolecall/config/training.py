@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from rolecall.config.foreign import Foreign
 from rolecall.config.foreign_trl import TRL_ROUNDS, TRL_ROWS
+from rolecall.config.memory import memory_line
 from rolecall.config.parts import (
     AnsweringOptions,
     ChatOptions,
@@ -54,6 +55,7 @@ class RowTrainingOptions(TrainingOptions):
                 f"of up to {self.optim.token_budget:,} tokens",
                 ranks_line(self.batch, self.unit),
                 logits_line(self.model, self.optim.token_budget),
+                memory_line(self),
                 self._length(),
             ]
         )
@@ -144,7 +146,7 @@ class DPOOptions(AnswerTrainingOptions):
         """What `--dry-run` says of a step."""
         return (
             f"one step: {self.batch} pairs = {2 * self.batch} answers of up to {self.max_length} tokens, each scored by the "
-            f"policy and by the reference\n{self._length()}"
+            f"policy and by the reference\n{memory_line(self, reference=True)}\n{self._length()}"
         )
 
 
@@ -201,7 +203,7 @@ class ExpertIterationOptions(AnsweringOptions, TrainingOptions):
         return (
             f"one round: {self.prompts} prompts x {self.samples} answers = {answers} answers of up to "
             f"{self.sampling.max_new_tokens} tokens; {self.epochs} passes over those that are kept, {self.batch} per "
-            f"optimiser step\nin all: {self.steps} rounds, {self.steps * answers:,} answers"
+            f"optimiser step\n{memory_line(self, sampler=True)}\nin all: {self.steps} rounds, {self.steps * answers:,} answers"
         )
 
 

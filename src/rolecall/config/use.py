@@ -166,7 +166,6 @@ class ServeOptions:
                 raise ValueError("vllm_python and vllm_args are about vLLM: give vllm too")
             return
         unused = {"engine.name": self.engine.name != "auto", "policy.attention": self.policy.attention != "auto"}
-        unused["engine.workers"] = self.engine.workers != 0
         for name in (name for name, given in unused.items() if given):
             raise ValueError(f"{name} is about our own engine: leave it out, or leave out vllm")
 

@@ -11,6 +11,8 @@ import torch
 from accelerate import Accelerator
 
 from rolecall.errors import UserError
+from rolecall.policy.compiling import compile_layers
+from rolecall.policy.device import set_tf32
 from rolecall.policy.load import LoadedModel, save, save_about
 from rolecall.policy.lora import assembled, export, has_adapter
 from rolecall.policy.model import PolicyModel
@@ -19,7 +21,7 @@ from rolecall.train.learner import Learner
 from rolecall.train.loop import LoopOptions
 from rolecall.train.optim import make_optimizer
 from rolecall.train.parts import Parts
-from rolecall.train.persist import read_checkpoint, read_parts, write_checkpoint, write_parts
+from rolecall.train.persist import has_parts, read_checkpoint, read_parts, write_checkpoint, write_parts
 from rolecall.train.ranks import Ranks
 from rolecall.train.reference import Reference
 from rolecall.train.rundir import RunDir
@@ -74,6 +76,7 @@ def prepared(module: torch.nn.Module, job: Job, *, reference: Reference | None =
     options, accelerator = job.options, job.accelerator
     optim, train, device = options.optim, options.train, accelerator.device
     wrapped: torch.nn.Module = module
+    set_tf32(device, on=options.policy.tf32)
     if train.shard == "fsdp2":
         if train.offload and device.type == "cpu":
             raise UserError(
@@ -93,6 +96,7 @@ def prepared(module: torch.nn.Module, job: Job, *, reference: Reference | None =
         wrapped, optimizer = accelerator.prepare(module, make_optimizer(module, optim))
         if reference is not None and reference.frozen is not None:
             reference.frozen.to(device)
+        _settle(job, [module, *([] if reference is None or reference.frozen is None else [reference.frozen])])
     return Updater(
         accelerator,
         wrapped,
@@ -101,6 +105,17 @@ def prepared(module: torch.nn.Module, job: Job, *, reference: Reference | None =
         max_grad_norm=optim.max_grad_norm,
         timer=job.timer,
     )
+
+
+def _settle(job: Job, modules: list[torch.nn.Module]) -> None:
+    """How these compute, where that is chosen before the first step: compiled, or off the CPU."""
+    if job.options.policy.compile:
+        layers = sum(compile_layers(module) for module in modules)
+        _log.info("%d layers are compiled as they are first used", layers)
+    elif job.accelerator.device.type != "cpu":
+        with job.accelerator.autocast():
+            for part in (part for module in modules for part in module.modules()):
+                getattr(part, "settle", lambda **_: None)(flat=True)
 
 
 def build_policy(
@@ -115,7 +130,10 @@ def build_policy(
 ) -> Built:
     """The parts of a job that trains a policy."""
 
-    parts = parts_of(module, optimizer, ranks, lambda: getattr(learner, "refreshed", None) or {})
+    def refreshed() -> Mapping[str, Any]:
+        return getattr(learner, "refreshed", None) or {}
+
+    parts = parts_of(module, optimizer, ranks, refreshed)
 
     def write(directory: Path, extra: dict[str, Any]) -> None:
         state = learner.state_dict()
@@ -126,8 +144,8 @@ def build_policy(
             write_checkpoint(directory, policy=policy, module=module, optimizer=optimizer, learner=state, extra=extra)
 
     def read(directory: Path) -> dict[str, Any]:
-        if parts is not None:
-            state, extra = read_parts(directory, parts)
+        if has_parts(directory):
+            state, extra = read_parts(directory, parts or Parts(module, optimizer, ranks, refreshed))
         else:
             state, extra = read_checkpoint(directory, policy=policy, module=module, optimizer=optimizer)
         learner.load_state_dict(state)

@@ -161,7 +161,8 @@ def open_reward(
         raise UserError("a reward's name is empty: give one, such as --reward rewards.py:my_function")
     only = chosen[0].source if isinstance(chosen[0], Named) else chosen[0]
     if len(chosen) == 1 and isinstance(only, str) and Path(only).expanduser().is_dir():
-        return reward_of_model(only, weight=1.0 if weights is None else weights[0])
+        device = getattr(limits, "device", "cpu").replace("auto", "cpu")  # that of a run is known by now
+        return reward_of_model(only, weight=1.0 if weights is None else weights[0], device=device)
     pool = stack.enter_context(RewardPool(chosen, weights=weights, **limits.reward_limits()))
     if timer is not None:
         pool.advance = timer.advance

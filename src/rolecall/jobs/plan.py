@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rolecall.config.memory import TINY
 from rolecall.config.planning import PlanOptions
 from rolecall.errors import UserError
 from rolecall.planning import cost
@@ -15,10 +16,6 @@ from rolecall.planning.simulate import Fleet, Simulated, simulate
 
 WORKERS = (8, 32, 128, 512, 2048, 4096)
 """Sizes that are simulated."""
-_TINY = {
-    "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 448,
-    "vocab_size": 259, "tie_word_embeddings": True,
-}  # fmt: skip
 _SIMULATED_ANSWERS = 2**15
 """Answers of a simulated step at most; larger fleets have fewer slots in a worker."""
 
@@ -147,7 +144,7 @@ def _shape(model: str) -> Shape:
 def _config(model: str) -> dict[str, Any]:
     """A model's config.json, without its weights."""
     if model == "tiny":
-        return _TINY
+        return dict(TINY)
     path = Path(model).expanduser()
     for place in (path, path / "model" / "config.json", path / "config.json"):
         if place.is_file():

@@ -60,6 +60,8 @@ def resume(
     if before != processes:
         changed.append(("processes", before, processes))
     matter = [(name, old, new) for name, old, new in changed if _matters(name, old, new, config)]
+    if processes > 1:  # sums in another order
+        matter += [one for one in changed if one[0] == "train.shard" and one[1] != checkpoint.ABSENT]
     loop.load_state_dict(extra["loop"])
     if run is not None:
         for name, old, new in matter:

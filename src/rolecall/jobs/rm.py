@@ -23,7 +23,8 @@ from rolecall.recipes.reward_model import (
 )
 from rolecall.tasks.sources import RowsSource
 from rolecall.train.callbacks import Given
-from rolecall.train.persist import read_parts, write_parts
+from rolecall.train.parts import Parts
+from rolecall.train.persist import has_parts, read_parts, write_parts
 from rolecall.train.progress import Progress
 
 _log = logging.getLogger("rolecall")
@@ -80,8 +81,8 @@ def build(job: Job) -> Built:
         )
 
     def read(directory: Path) -> dict[str, Any]:
-        if parts is not None:
-            state, extra = read_parts(directory, parts)
+        if has_parts(directory):
+            state, extra = read_parts(directory, parts or Parts(model, updater.optimizer, updater.ranks))
         else:
             state, extra = read_checkpoint(directory, model=model, optimizer=updater.optimizer)
         learner.load_state_dict(state)

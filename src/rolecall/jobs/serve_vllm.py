@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import secrets
 import shlex
 import signal
@@ -20,11 +21,13 @@ from rolecall.config.use import KEY_VARIABLE, ServeOptions
 from rolecall.errors import UserError
 from rolecall.jobs.models import model_directory, open_model
 from rolecall.jobs.serve import LOOPBACK, Serving
-from rolecall.policy.load import load, reading, save
+from rolecall.policy.load import cache_root, load, reading, save
 from rolecall.serving.vllm import VERSION, Launch, vllm_python
 
 _START_SECONDS = 1800.0
 _END_SECONDS = 20.0
+_PROCESS = re.compile(r"^\(.*? pid=\d+\) (ERROR .*?\] )?")
+"""What a line of its log begins with."""
 
 
 def run(options: ServeOptions, ready: Callable[[Serving], None]) -> None:
@@ -44,7 +47,7 @@ def run(options: ServeOptions, ready: Callable[[Serving], None]) -> None:
             trust_remote_code=options.policy.trust_remote_code,
             extra=shlex.split(options.vllm_args),
         )
-        log = Path(scratch) / "vllm.log"
+        log = cache_root() / f"vllm-{launch.port}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
                 launch.command(),
@@ -133,14 +136,13 @@ def _wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path) -> Non
 
 
 def _last_words(log: Path) -> str:
-    """The last error of its log, without the names of processes."""
-    lines = [
-        line.partition(") ")[2] if line.startswith("(") else line
-        for line in log.read_text("utf-8", "replace").splitlines()
-    ]
-    errors = [line.strip() for line in lines if "Error" in line and not line.startswith(" ")]
-    told = [line.strip() for line in lines if line.strip()]
-    return (errors or told or ["it said nothing"])[-1][-400:]
+    """The error that its log ends with, without the name of the process, and where the rest is. An engine that died is only
+    reported by others, so what it said itself comes first."""
+    lines = [line.strip() for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"\b\w*Error\b: ", line)]
+    own = [line for line in errors if line.startswith("(EngineCore")]
+    last = (own or errors or lines or ["it said nothing"])[-1]
+    return f"{_PROCESS.sub('', last)[:300]} (its output is in {log})"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

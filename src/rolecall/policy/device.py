@@ -14,6 +14,9 @@ def open_device(name: str) -> str:
     """The device by its name, made current if it has a number; `auto` is the accelerator if there is one, else the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if name == "auto":
+        if found is not None and found.type == "mps":
+            _log.info("training on the CPU: mps has no float64, in which losses are added up")
+            return "cpu"
         name = "cpu" if found is None else found.type
         if found is not None:
             _log.info("training on %s (%s); --device cpu trains on the CPU", name, _title(found))
@@ -24,6 +27,8 @@ def open_device(name: str) -> str:
     if found is None or found.type != device.type:
         there = "no GPU" if found is None else f"{found.type} only"
         raise UserError(f"device {name} was asked for, but torch finds {there}; use --device auto, or --device cpu")
+    if device.type == "mps":
+        raise UserError("device mps cannot train: it has no float64, in which losses are added up; use --device cpu")
     if device.index is not None:
         if processes() > 1:
             raise UserError(f"device {name} is one, and there are {processes()} processes: give --device {device.type}")
@@ -31,6 +36,14 @@ def open_device(name: str) -> str:
             raise UserError(f"device {name} was asked for, but torch finds {torch.accelerator.device_count()} of them")
         torch.accelerator.set_device_index(device.index)
     return name
+
+
+def set_tf32(device: torch.device, *, on: bool) -> None:
+    """Whether matrix products of float32 numbers round them first; only NVIDIA's GPUs can. It holds for the whole process."""
+    if on and device.type != "cuda":
+        raise UserError(f"policy.tf32 is for NVIDIA GPUs, and this run is on {device.type}: leave it out")
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if on else "ieee"
 
 
 def _title(device: torch.device) -> str:

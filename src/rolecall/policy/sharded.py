@@ -47,6 +47,17 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def spread(tensor: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor, which every rank has, as another one lies: whole, or in parts."""
+    if not hasattr(like, "device_mesh"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    held: Any = like
+    tensor = tensor.to(local(like).device)
+    return distribute_tensor(tensor, held.device_mesh, held.placements, src_data_rank=None)
+
+
 def gathered(weights: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
     """The tensors whole, on the CPU, gathered one at a time; nothing on ranks that do not `keep` them."""
     found = {}

@@ -23,6 +23,7 @@ from rolecall.maths.losses import bradley_terry
 from rolecall.policy.heads import RewardModel
 from rolecall.policy.load import Dtype
 from rolecall.policy.packing import right_padded
+from rolecall.policy.sharded import rest, spread
 from rolecall.recipes.given_rows import RowsLearner
 from rolecall.recipes.preferences import Pair, Pairs, read_pairs
 from rolecall.rewards.model import RewardSettings, encode_answer, score_ids, write_settings
@@ -30,7 +31,7 @@ from rolecall.tasks.kinds import Record
 from rolecall.tasks.rows import Rows
 from rolecall.train.manifest import RefusedCheckpointError
 from rolecall.train.metrics import Meter
-from rolecall.train.persist import refuse_parts
+from rolecall.train.persist import load_optimizer
 from rolecall.train.ranks import Ranks
 from rolecall.train.state import NotFinite, first_non_finite, read_state, write_state
 from rolecall.train.step import Updater
@@ -187,7 +188,6 @@ def read_checkpoint(
     directory: Path, *, model: RewardModel, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Put a checkpoint's weights and optimiser back; returns (learner state, extra)."""
-    refuse_parts(directory)
     state = read_state(directory, _STATE)
     dtype: Dtype = "bfloat16" if model.trunk.dtype == torch.bfloat16 else "float32"
     saved = RewardModel.load(directory, dtype=dtype).state_dict()
@@ -199,8 +199,11 @@ def read_checkpoint(
             f"the checkpoint {directory} is of another model: {odd[0]} is {there} there and "
             f"{tuple(own[odd[0]].shape)} here"
         )
-    model.load_state_dict(saved)
-    optimizer.load_state_dict(state["optimizer"])
+    rest(model)
+    with torch.no_grad():
+        for name, held in own.items():
+            held.copy_(spread(saved[name], held))
+    load_optimizer(optimizer, state["optimizer"])
     return state["learner"], state["extra"]
 
 

@@ -10,6 +10,7 @@ import logging
 import re
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import exp, isfinite
 from typing import Any
 from uuid import uuid4
@@ -27,6 +28,8 @@ _LOWEST_TEMPERATURE = 0.01
 """vLLM draws at this one where a lower one is requested."""
 _MOST_TOKENS = 1000
 """Of which it gives the log-probs, at one position, as `rolecall serve --vllm` starts it."""
+_MOST_SAMPLES = 64
+"""Answers to one request. It takes no more than its --max-num-seqs, which is 128 or more unless it is set lower."""
 _NO_VERSION = -1
 """Of weights that were never given a version: those of a server that was just started."""
 _TAIL = 8
@@ -68,6 +71,12 @@ class VllmDialect(Dialect):
                 f"its log-probs are {model['logprobs_mode']}, not those of the distribution it draws from; {_START}, or add "
                 "--logprobs-mode processed_logprobs"
             )
+        split = config["scheduler_config"]["enable_chunked_prefill"]
+        if config["device_config"]["device"] == "cpu" and split:
+            raise UserError(
+                "it splits long prompts, and the CPU build of vLLM dies when a prompt with a seed is split; "
+                f"{_START}, or add --no-enable-chunked-prefill"
+            )
         if (await _endpoint(call, "GET", "/is_paused"))["is_paused"]:  # by a run that was killed while it gave weights
             await _endpoint(call, "POST", "/resume")
         inside = await self._inside(call)
@@ -103,17 +112,18 @@ class VllmDialect(Dialect):
         if not sampling.cuts_support or sampling.temperature == 0:
             return None
         if sampling.logprobs != "drawn":
-            return "give log-probs of the tokens that could be drawn only: set sampling.logprobs drawn, or leave the cuts out"
+            return "gives log-probs of the tokens that could be drawn only: set sampling.logprobs drawn, or leave the cuts out"
         if sampling.top_k is None or sampling.top_k > _MOST_TOKENS:
             return (
-                f"do not say which tokens could be drawn with {sampling.cuts}: set sampling.top_k, to at most {_MOST_TOKENS}, "
+                f"does not say which tokens could be drawn with {sampling.cuts}: set sampling.top_k, to at most {_MOST_TOKENS}, "
                 "or leave the cuts out"
             )
         return None
 
     async def generate(self, call: Call, requests: Sequence[Request], *, seconds: float | None) -> list[Completion]:
-        """Each by a request of its own."""
-        found = await asyncio.gather(*(self._answer(call, request, seconds) for request in requests))
+        """Each by a request of its own, or by several: answers have the seeds of their numbers either way."""
+        parts = [part for request in requests for part in _in_parts(request)]
+        found = await asyncio.gather(*(self._answer(call, part, seconds) for part in parts))
         return [completion for completions in found for completion in completions]
 
     async def _answer(self, call: Call, request: Request, seconds: float | None) -> list[Completion]:
@@ -184,6 +194,13 @@ def seed_of(request: Request) -> int:
     """
     parts = repr((request.seed, request.step, request.prompt, len(request.prompt_ids)))
     return (int.from_bytes(hashlib.sha256(parts.encode()).digest()[:8], "big") >> 2) + request.first_sample
+
+
+def _in_parts(request: Request) -> list[Request]:
+    starts = range(0, request.n, _MOST_SAMPLES)
+    return [
+        replace(request, n=min(_MOST_SAMPLES, request.n - i), first_sample=request.first_sample + i) for i in starts
+    ]
 
 
 def _body(request: Request, name: str) -> dict[str, Any]:

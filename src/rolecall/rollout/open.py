@@ -30,7 +30,10 @@ def open_engine(
     place = loaded.model.device.type
     elsewhere = f"it samples on the CPU, and the model is on {place}" if place != "cpu" else None
     if name == "native" and elsewhere:
-        raise UserError(f"the native engine cannot sample from {loaded.name}: {elsewhere}; use --engine.name hf")
+        raise UserError(
+            f"the native engine cannot sample from {loaded.name}: {elsewhere}; use --engine.name hf, or sample elsewhere with "
+            "--engine.workers or --engine.servers"
+        )
     if name == "auto":
         reason = elsewhere or unsupported(loaded.model)
         if reason is not None:

@@ -31,8 +31,10 @@ _TORCH = "2.13.0"
 _UNUSED = ("torchvision", "torchaudio", "torchcodec")
 """Come with the CPU build, compiled for another torch; text needs none of them."""
 _KV_GB = "2"
-_CPU_BLOCK = 32
-"""Tokens of a block of the prefix cache. The CPU's own 128 would share no prompt that is shorter."""
+_CPU = (
+    *("--block-size", "32"),  # of the prefix cache: by its own 128 no shorter prompt would be shared
+    "--no-enable-chunked-prefill",  # the CPU build (0.32.0) dies of a request with a seed whose prompt is split
+)
 
 
 def vllm_python(given: str | None) -> Path:
@@ -112,7 +114,7 @@ class Launch:
             *("--max-num-seqs", str(self.max_rows)),
             *("--worker-extension-cls", "rolecall_vllm.Worker", "--middleware", "rolecall_vllm.Guard"),
             *("--uvicorn-log-level", "warning"),
-            *([] if torch.cuda.is_available() else ["--block-size", str(_CPU_BLOCK)]),
+            *([] if torch.cuda.is_available() else _CPU),
             *(["--trust-remote-code"] if self.trust_remote_code else []),
             *self.extra,
         ]

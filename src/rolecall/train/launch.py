@@ -15,17 +15,20 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from rolecall.config.plan import processes
 from rolecall.errors import UserError
 from rolecall.train.exit_codes import ExitCode
 
+_RUNS = count()
 PATIENCE = timedelta(days=1)
 """For a single exchange between processes: a slow peer is waited for, and `Peers` notices one that is lost."""
 
@@ -47,12 +50,12 @@ def join(timeout: float) -> Any:
     """The store of the job's processes, once all of them have come; None if this one is alone or has joined already."""
     if processes() == 1 or dist.is_initialized():
         return None
-    rank, count = _number("RANK"), processes()
-    if not 0 <= rank < count:
-        raise UserError(f"RANK is {rank}, but WORLD_SIZE is {count}: ranks count from 0 to {count - 1}")
+    rank, ranks = _number("RANK"), processes()
+    if not 0 <= rank < ranks:
+        raise UserError(f"RANK is {rank}, but WORLD_SIZE is {ranks}: ranks count from 0 to {ranks - 1}")
     if not os.environ.get("MASTER_ADDR"):
         raise UserError(
-            f"WORLD_SIZE is {count}, but MASTER_ADDR is not set: start all processes with torchrun, or give them the address of rank 0"
+            f"WORLD_SIZE is {ranks}, but MASTER_ADDR is not set: start all processes with torchrun, or give them the address of rank 0"
         )
     where = f"{os.environ['MASTER_ADDR']}:{_number('MASTER_PORT')}"
     kept_here = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -72,14 +75,15 @@ def join(timeout: float) -> Any:
         ) from found
     if found is None or isinstance(found, BaseException):
         came = re.search(r"(\d+)/\d+ clients joined", str(found))
-        who = f"only {came[1]} of the {count} processes of this job came" if came else "this job cannot come together"
+        who = f"only {came[1]} of the {ranks} processes of this job came" if came else "this job cannot come together"
         raise UserError(
-            f"{who} at {where} within {timeout:g} s (rank_timeout): start all {count}, with the address of rank 0 and a port "
+            f"{who} at {where} within {timeout:g} s (rank_timeout): start all {ranks}, with the address of rank 0 and a port "
             "that nothing else uses",
             exit_code=ExitCode.RETRY,
         ) from (found if isinstance(found, BaseException) else None)
     found.set_timeout(PATIENCE)
-    return found
+    # A launcher keeps its store: what an earlier run of this process left there is not for this one.
+    return PrefixStore(f"rolecall/{next(_RUNS)}", found)
 
 
 def code_hash() -> str:

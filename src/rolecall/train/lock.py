@@ -62,8 +62,23 @@ class RunLock:
 
 def is_held(directory: Path) -> bool | None:
     """Whether a process works in this directory: False if it died there, None if none does. Nothing is changed."""
-    held_by = _read(directory / LOCK)
+    try:
+        held_by = _read(directory / LOCK)
+    except OSError:  # nobody may look
+        return None
     return None if held_by is None else _refusal(held_by, _holder(os.getpid())) is not None
+
+
+def holder_of(directory: Path) -> int | None:
+    """The number of the living process that works in this directory, if it is one of this machine and container."""
+    try:
+        held_by = _read(directory / LOCK)
+    except OSError:
+        return None
+    own = _holder(os.getpid())
+    if held_by is None or (held_by.boot, held_by.pids) != (own.boot, own.pids) or not _alive(held_by):
+        return None
+    return held_by.pid
 
 
 def _holder(pid: int) -> Holder:

@@ -7,6 +7,7 @@ is not sharded, and seals it when all parts are there.
 
 import json
 import struct
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,7 +40,7 @@ class Parts:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         ranks: Ranks,
-        more: Callable[[], Mapping[str, Tensor]],
+        more: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         """`more` gives other sharded tensors that are saved, by name."""
         self.module, self.optimizer, self.ranks, self.more = module, optimizer, ranks, more
@@ -91,15 +92,11 @@ class Parts:
         return {name: {"step": whole(held["step"])} for name, held in self._optimised().items()}
 
     def read(self, directory: Path, optimizer: Mapping[str, Any]) -> None:
-        """Put back what was written, by any number of ranks, with what `write` returned."""
+        """Put back what was written, by any number of ranks, with what `write` returned. The module need not be sharded."""
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
         place = directory / FOLDER
-        if not place.is_dir():
-            raise RefusedCheckpointError(
-                f"the checkpoint {directory} is of a run that was not sharded: resume it without --train.shard fsdp2"
-            )
         rest(self.module)
         named = dict(self.module.named_parameters())
         for name in optimizer.keys() & named.keys():
@@ -114,7 +111,9 @@ class Parts:
                 raise RefusedCheckpointError(
                     f"the checkpoint {directory} is of another model: {name} is {old} there and {new} here"
                 )
-        load(wanted, storage_reader=reader)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process, not sharded
+            load(wanted, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
 
     def _meet(self) -> None:
         """All ranks are here, and no part of a weight is NaN or infinite on any."""

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from rolecall.policy.load import LoadedModel, save
 from rolecall.policy.lora import export, has_adapter
 from rolecall.policy.model import PolicyModel
+from rolecall.policy.sharded import rest, spread
 from rolecall.train.manifest import RefusedCheckpointError
 from rolecall.train.parts import FOLDER, Parts
 from rolecall.train.state import NotFinite, first_non_finite, read_state, write_state
@@ -43,9 +44,9 @@ def write_checkpoint(
 def read_checkpoint(
     directory: Path, *, policy: LoadedModel, module: PolicyModel, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Put a checkpoint's weights and optimiser back; returns (learner state, extra)."""
-    refuse_parts(directory)
+    """Put a checkpoint's weights and optimiser back, also into a sharded module; returns (learner state, extra)."""
     state = read_state(directory, _STATE)
+    rest(module)
     own = dict(module.named_parameters())
     weights = dict(state["beside"])
     unknown = sorted(weights.keys() - own.keys())
@@ -61,9 +62,9 @@ def read_checkpoint(
     with torch.no_grad():
         for name, parameter in own.items():
             if name in weights:
-                parameter.copy_(weights[name])
+                parameter.copy_(spread(weights[name], parameter))
     try:
-        _load_optimizer(optimizer, state["optimizer"])
+        load_optimizer(optimizer, state["optimizer"])
     except ValueError as error:
         raise RefusedCheckpointError(
             f"the checkpoint {directory} is of another model: its optimiser has other parameters ({error})"
@@ -79,23 +80,30 @@ def write_parts(directory: Path, parts: Parts, *, learner: Mapping[str, Any], ex
 
 
 def read_parts(directory: Path, parts: Parts) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Put the checkpoint of a sharded run back, whatever the number of ranks; returns (learner state, extra)."""
+    """Put the checkpoint of a sharded run back, whatever the number of ranks and whether they shard; returns (learner state,
+    extra)."""
     state = read_state(directory, _STATE)
     parts.read(directory, state["optimizer"])
     return state["learner"], state["extra"]
 
 
-def refuse_parts(directory: Path) -> None:
-    """Raise if a checkpoint is of a sharded run."""
-    if (directory / FOLDER).is_dir():
-        raise RefusedCheckpointError(
-            f"the checkpoint {directory} is of a sharded run: resume it with --train.shard fsdp2, with any number of processes"
-        )
+def has_parts(directory: Path) -> bool:
+    """Whether a checkpoint is of a sharded run."""
+    return (directory / FOLDER).is_dir()
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Put an optimiser's moments back; its settings stay those of this run, which may have been changed."""
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    sizes = [[len(group["params"]) for group in groups] for groups in (state["param_groups"], optimizer.param_groups)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"{sizes[0]} there and {sizes[1]} here")
+    if any(hasattr(p, "device_mesh") for p in parameters):
+        for number, held in state["state"].items():
+            p = parameters[number]
+            optimizer.state[p] = {key: spread(x, p) if x.shape == p.shape else x for key, x in held.items()}
+        return
     optimizer.load_state_dict(state)
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)

@@ -11,7 +11,7 @@ from rolecall.policy.head_ops import Head
 from rolecall.policy.lora import is_fresh
 from rolecall.policy.lora import reference as without_adapter
 from rolecall.policy.model import PolicyModel
-from rolecall.policy.sharded import is_sharded, rest
+from rolecall.policy.sharded import is_sharded, rest, spread
 
 
 class Reference:
@@ -69,7 +69,8 @@ class Reference:
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Make these weights, from `weights` of a checkpoint, the reference."""
+        self.rest()
         own = self.weights
         assert own is not None
         for name, parameter in own.items():
-            parameter.copy_(weights[name])
+            parameter.copy_(spread(weights[name], parameter))

@@ -284,7 +284,7 @@
       const i = index ?? xs.length - 1;
       series.forEach((s, k) => {
         const y = index === null || index === undefined ? s.ys.findLast((v) => v !== null) ?? null : s.ys[i];
-        const band = s.low && s.low[i] !== null && s.low[i] !== s.high[i] ? ` (${number(s.low[i])} to ${number(s.high[i])})` : "";
+        const band = index !== null && index !== undefined && s.low && s.low[i] !== null && s.low[i] !== s.high[i] ? ` (${number(s.low[i])} to ${number(s.high[i])})` : "";
         this.values[k].textContent = number(y) + band;
       });
       this.at.textContent = `step ${xs[i]}`;
@@ -363,6 +363,7 @@
         if (held.error) throw new Error(held.error);
         say("");
         plots.take(held.charts, true);
+        if (document.hidden) return;
         source = listen(`${events}?seen=${held.seen.join("-")}&state=${state}`, {
           points: (news) => { plots.take(news.charts || [], false); document.body.dataset.points = news.seen[1]; say(""); again(); },
           state: (now) => { state = now; again(); look(); },
@@ -371,7 +372,7 @@
         });
       } catch (error) { say(error.message); setTimeout(begin, 2000); }
     };
-    begin().then(look);
+    whileSeen(() => { begin().then(look); }, () => source?.close());
   };
   const curvesSection = document.querySelector("[data-curves][data-events]");
   if (curvesSection) watch(curvesSection);

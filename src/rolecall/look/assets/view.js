@@ -56,6 +56,11 @@
     for (const [name, handler] of Object.entries(handlers)) source.addEventListener(name, (event) => handler(JSON.parse(event.data)));
     return source;
   };
+  // A browser keeps few connections to one server, so tabs in the background give theirs back.
+  const whileSeen = (begin, end) => {
+    document.addEventListener("visibilitychange", () => (document.hidden ? end() : begin()));
+    return document.hidden ? undefined : begin();
+  };
 
   // ---- the table of runs ----
   const table = () => {
@@ -74,6 +79,7 @@
     };
     const value = (row) => {
       const text = row.dataset[sort];
+      if (sort === "changed" && row.dataset.state === "running") return Infinity; // they keep their places, whichever wrote last
       return ["last", "evaluated", "changed"].includes(sort) ? (text === "" ? -Infinity : Number(text)) : text.toLowerCase();
     };
     const arrange = () => {
@@ -87,7 +93,7 @@
       const focused = document.activeElement;
       const rows = [...body.rows].sort((a, b) => {
         const [x, y] = [value(a), value(b)];
-        return (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1);
+        return (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1) || (a.dataset.name < b.dataset.name ? -1 : 1);
       });
       if (rows.some((row, i) => body.rows[i] !== row)) { body.append(...rows); focused.focus(); }
       count.textContent = words.length ? `${shown} of ${body.rows.length}` : "";
@@ -148,10 +154,12 @@
   };
   if (kind === "runs") {
     const update = document.querySelector("table.runs") ? table() : () => location.reload();
-    listen("/events", { changed: async () => {
+    const changed = async () => {
       try { const answer = await fetched("/"); if (answer.ok) update(new DOMParser().parseFromString(await answer.text(), "text/html")); }
       catch (error) { say(error.message); }
-    } });
+    };
+    let source = null;
+    whileSeen(() => { if (source) changed(); source = listen("/events", { changed }); }, () => source?.close());
   }
 
   // ---- answers: n and p go on to the next and back, u up to the list ----

@@ -26,15 +26,19 @@ _ORDER = (
 )
 """Beginnings of names in the order in which a step computes them, and what they tell."""
 
+_GIVEN = {"sampled token": "data", "log-prob": "loss", "reward": "loss"}
+"""What they tell where answers are given, not sampled."""
 
-def metrics_part(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any] | None:
-    """The number that is computed first among those that differ; None if all are the same."""
+
+def metrics_part(a: dict[str, Any], b: dict[str, Any], *, given: bool = False) -> dict[str, Any] | None:
+    """The number that is computed first among those that differ; None if all are the same. `given`: no answer is sampled."""
     differ = [name for name in dict.fromkeys([*a, *b]) if not _same(a.get(name), b.get(name))]
     if not differ:
         return None
     name = min(differ, key=_place)
     place = _place(name)
     kind = _ORDER[place][1] if place < len(_ORDER) else "number"
+    kind = _GIVEN.get(kind, kind) if given else kind
     more = f", and {len(differ) - 1} more numbers differ" if len(differ) > 1 else ""
     return {"kind": kind, "sentence": f"{name} is {_shown(a.get(name))} and {_shown(b.get(name))}{more}"}
 

@@ -1,5 +1,6 @@
 """Where two runs part: the first step, answer and token, and what differs there."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +10,11 @@ from rolecall.look.diff.record import Record, read_record
 from rolecall.look.diff.rollouts import rollouts_part
 from rolecall.look.diff.updates import updates_part
 from rolecall.look.run import RunFiles
+
+GIVEN = ("sft", "dpo", "rm")
+"""Commands that learn from given answers, and record none."""
+Line = dict[str, Any]
+"""A line of metrics.jsonl."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,13 +64,14 @@ def follow(a: RunFiles, b: RunFiles) -> Followed:
         records += whole
         if step == 1 and one is not None and two is not None and one.weights and two.weights:
             weights = one.weights == two.weights
-        found = _step_parts(one, two, lines_a.get(step), lines_b.get(step), judged_a.get(step), judged_b.get(step))
+        lines = (lines_a.get(step), lines_b.get(step)), (judged_a.get(step), judged_b.get(step))
+        found = _step_parts(one, two, lines, given=a.command in GIVEN)
         if found is not None:
             parting = _placed(found, step, steps, recorded=whole)
             if parting.kind == "data" and _seen_elsewhere(a, b, parting):
                 parting = replace(parting, kind="order")
-        if whole:
-            order = parting is None or parting.kind not in ("data", "order")
+        if one is not None and two is not None and order is not False:
+            order = one.rollouts["prompt_text"].equals(two.rollouts["prompt_text"])
         if parting is not None:
             break
     both = len(lines_a.keys() & lines_b.keys())
@@ -72,22 +79,15 @@ def follow(a: RunFiles, b: RunFiles) -> Followed:
 
 
 def _step_parts(
-    a: Record | None,
-    b: Record | None,
-    line_a: dict[str, Any] | None,
-    line_b: dict[str, Any] | None,
-    judged_a: dict[str, Any] | None,
-    judged_b: dict[str, Any] | None,
+    a: Record | None, b: Record | None, lines: Iterable[tuple[Line | None, Line | None]], *, given: bool
 ) -> dict[str, Any] | None:
-    """What differs first in a step, in the order in which a step computes it."""
-    found = None
-    if a is not None and b is not None:
-        found = rollouts_part(a, b) or updates_part(a, b)
-    if found is None and line_a is not None and line_b is not None:
-        found = metrics_part(line_a, line_b)
-    if found is None and judged_a is not None and judged_b is not None:
-        found = metrics_part(judged_a, judged_b)
-    return found
+    """What differs first in a step, in the order in which a step computes it: its record, its numbers, its evaluation."""
+    if a is not None and b is not None and (found := rollouts_part(a, b) or updates_part(a, b)) is not None:
+        return found
+    for one, two in lines:
+        if one is not None and two is not None and (found := metrics_part(one, two, given=given)) is not None:
+            return found
+    return None
 
 
 def _seen_elsewhere(a: RunFiles, b: RunFiles, parting: Parting) -> bool:

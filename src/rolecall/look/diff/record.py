@@ -59,9 +59,14 @@ def lists(table: pa.Table, name: str) -> list[NDArray | None]:
 
 
 def first_difference(a: NDArray | None, b: NDArray | None) -> int | None:
-    """The first position at which two arrays differ; their shorter length if one goes on; None if they are equal."""
+    """The first position at which two arrays differ; their shorter length if one goes on; None if they are equal.
+
+    One that is missing differs where the other has its first number.
+    """
     if a is None or b is None:
-        return None if a is b else 0
+        there = a if b is None else b
+        numbers = np.zeros(0, bool) if there is None else there == there
+        return int(np.argmax(numbers)) if numbers.any() else None
     n = min(len(a), len(b))
     same = (a[:n] == b[:n]) | ((a[:n] != a[:n]) & (b[:n] != b[:n]))
     if not same.all():

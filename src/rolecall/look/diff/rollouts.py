@@ -12,15 +12,22 @@ from rolecall.visible import visible_token
 
 Found = dict[str, Any]
 """The fields of a `Parting` but its step."""
+_DRAWN_BY = "the seed that random numbers depend on is"
 
 
 def rollouts_part(a: Record, b: Record) -> Found | None:
     """The first difference, or None."""
     if a.weights and b.weights and a.weights != b.weights:
-        return {"kind": "weights", "sentence": f"the weights are {a.weights[:12]}… and {b.weights[:12]}…"}
+        said = f"the weights that answers are sampled from are {a.weights[:12]}… and {b.weights[:12]}…"
+        return {"kind": "weights", "sentence": said}
     one, two = a.rollouts, b.rollouts
     if one.equals(two):
         return None
+    least = min(len(one), len(two))
+    if (found := _values(one.slice(0, least), two.slice(0, least), "seed", "random number", _DRAWN_BY)) is not None:
+        return found
+    if len(one) != len(two):
+        return {"kind": "data", "sentence": f"the step has {len(one)} answers and {len(two)}"}
     return (
         _prompts(one, two)
         or _random_numbers(one, two)
@@ -28,13 +35,12 @@ def rollouts_part(a: Record, b: Record) -> Found | None:
         or _values(one, two, "finish", "finish", "ended by")
         or _scores(one, two)
         or _positions(one, two)
+        or _other_columns(one, two)
     )
 
 
 def _prompts(one: pa.Table, two: pa.Table) -> Found | None:
     texts = one["prompt_text"].to_pylist(), two["prompt_text"].to_pylist()
-    if len(one) != len(two):
-        return {"kind": "data", "sentence": f"the step has {len(one)} answers and {len(two)}"}
     for i, (a, b) in enumerate(zip(*texts, strict=True)):
         if a != b:
             kind, what = "data", "another prompt"
@@ -60,8 +66,8 @@ def _begin(roles: Any) -> int:
 
 def _random_numbers(one: pa.Table, two: pa.Table) -> Found | None:
     """What a token's random number is made of, and what it is drawn by."""
-    for name in ("seed", "group", "sample"):
-        found = _values(one, two, name, "random number", f"the {name} that random numbers depend on is")
+    for name in ("group", "sample"):
+        found = _values(one, two, name, "random number", _DRAWN_BY.replace("seed", name))
         if found is not None:
             return found
     for i, (a, b) in enumerate(zip(one["sampling"].to_pylist(), two["sampling"].to_pylist(), strict=True)):
@@ -122,6 +128,7 @@ def _scores(one: pa.Table, two: pa.Table) -> Found | None:
 
 
 _COMPUTED = {
+    "roles": ("verdict", "the role is number"),
     "old_logprobs": ("log-prob", "the trainer's log-prob is"),
     "ref_logprobs": ("log-prob", "the reference's log-prob is"),
     "values": ("value", "the critic's value is"),
@@ -141,6 +148,26 @@ def _positions(one: pa.Table, two: pa.Table) -> Found | None:
             if (token := first_difference(a, b)) is not None:
                 left, right = (_verdict(v, token) if name == "verdicts" else at(v, token) for v in (a, b))
                 return {"kind": kind, "answer": i, "token": token, "sentence": f"{said} {left} and {right}"}
+    return None
+
+
+def _other_columns(one: pa.Table, two: pa.Table) -> Found | None:
+    """What nothing is computed from: how tokens are spelt, notes of rewards."""
+    for name in (
+        "prompt",
+        "agent",
+        "author",
+        "policy_version",
+        "turns",
+        "authors",
+        "supports",
+        "messages",
+        "extras",
+        "pieces",
+    ):
+        for i, (a, b) in enumerate(zip(one[name].to_pylist(), two[name].to_pylist(), strict=True)):
+            if a != b:
+                return {"kind": "number", "answer": i, "sentence": f"the column {name} differs"}
     return None
 
 

@@ -26,7 +26,7 @@ from rolecall.look.tokens import token_view
 from rolecall.look.view.answers import VERDICTS, Query, beside, search
 from rolecall.look.view.compare import compared_curves, comparison, same_prompt
 from rolecall.look.view.logs import Recent
-from rolecall.look.view.runs import Runs, Summary
+from rolecall.look.view.runs import Runs, Summary, resources
 from rolecall.train.lock import is_held
 from rolecall.visible import visible_text
 
@@ -87,6 +87,7 @@ class Pages:
             log=self._log(path),
             recorded=list(files.rollouts),
             report=(path / "report.html").is_file(),
+            resources=resources(path),
         )
 
     def answers(self, run: str, given: Mapping[str, str]) -> str:

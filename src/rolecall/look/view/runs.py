@@ -11,7 +11,7 @@ from rolecall.errors import UserError
 from rolecall.look.charts import is_number
 from rolecall.look.run import RunFiles, check_format, flat, is_demo, is_evaluation, near, read_object, step_files
 from rolecall.look.view.logs import Line, Recent, RunLog, logs, read_line
-from rolecall.train.lock import LOCK, is_held
+from rolecall.train.lock import LOCK, holder_of, is_held
 
 State = Literal["running", "done", "stopped", "diverged", "crashed", "unreadable"]
 
@@ -105,10 +105,12 @@ class Runs:
             return False
 
     def summaries(self) -> list[Summary]:
-        """A line about every run, the one that changed last first."""
+        """A line about every run: those that are running, then the one that changed last first."""
         found = self.found()
         self._held = {run: held for run, held in self._held.items() if run in found}
-        return sorted((self.summary(run, path) for run, path in found.items()), key=lambda s: -s.changed)
+        made = [self.summary(run, path) for run, path in found.items()]
+        # Runs that train side by side keep their places, whichever wrote last.
+        return sorted(made, key=lambda s: (0.0, s.name) if s.state == "running" else (1 / (1 + s.changed), s.name))
 
     def summary(self, run: str, path: Path) -> Summary:
         """A line about one. Read again only if its files changed."""
@@ -189,6 +191,23 @@ class Runs:
             if file.is_file() and self.holds(file):
                 return file
         return None
+
+
+def resources(path: Path) -> str:
+    """What the process that works on a run holds and has used; empty if there is none here, or the system does not say."""
+    pid = holder_of(path)
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    held = {name: words for name, _, words in (line.partition(":") for line in status.splitlines())}
+    if "VmRSS" not in held:  # it has just ended
+        return ""
+    megabytes = int(held["VmRSS"].split()[0]) / 1e3
+    seconds = (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
+    used = f"{seconds / 60:.0f} min" if seconds > 120 else f"{seconds:.0f} s"
+    return f"process {pid}: {megabytes:,.0f} MB of memory, {used} of processor time"
 
 
 def described(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
