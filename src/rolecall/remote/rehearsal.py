@@ -14,7 +14,9 @@ from torch import Tensor
 from rolecall.policy.load import LoadedModel
 from rolecall.types import Completion, Request, Sampling
 
-_FACTORS = (1.2, 0.85)
+_NOISE = 0.05
+"""Relative. Of SmolLM2's log-probs it moves the mean by 0.67, by 0.43 if only the head is left behind, while bfloat16 is off by
+0.04, as without it; scaling whole tensors makes a model in which rounding alone is off by as much as a stale head."""
 _PROMPTS, _DRAWS = 4, 64
 _STEP = 2**41 + 1
 _DEVIATIONS = 5.0
@@ -23,12 +25,14 @@ _DEVIATIONS = 5.0
 @contextmanager
 @torch.no_grad()
 def disturbed(model: torch.nn.Module) -> Iterator[Mapping[str, Tensor]]:
-    """The model's weights, each scaled up or down, for the time of the `with`; then they are what they were, to the last bit."""
+    """The model's weights with noise, for the time of the `with`; then they are what they were, to the last bit."""
     own = dict(model.named_parameters())
     kept = {name: parameter.detach().clone() for name, parameter in own.items()}
     try:
-        for i, parameter in enumerate(own.values()):
-            parameter.mul_(_FACTORS[i % 2])
+        for parameter in own.values():
+            random = torch.Generator(parameter.device).manual_seed(parameter.numel())
+            noise = torch.randn(parameter.shape, generator=random, device=parameter.device, dtype=torch.float32)
+            parameter.mul_(1 + _NOISE * noise)
         yield own
     finally:
         for name, parameter in own.items():
