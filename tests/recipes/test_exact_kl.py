@@ -65,7 +65,7 @@ def test_the_kl_that_is_measured_is_that_of_all_logits(source):
     mask = trained(rollout.batch)
     expected = logits_kl(learner.policy.model, load("tiny").model.double(), rollout.batch, mask).float()
     assert expected[mask].min() > 0.001
-    torch.testing.assert_close(rollout.kl, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(rollout.kl.float(), expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(rollout.batch.rewards.sum(dim=1), rollout.batch.scores.float())
 
 

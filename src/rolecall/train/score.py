@@ -63,11 +63,8 @@ def assist(module: nn.Module, *, temperature: float) -> None:
 
 
 def _put(found: dict[str, Tensor], batch: Batch, out: Outputs, place: tuple[Tensor, slice] | None) -> None:
-    given = {
-        name: tensor if tensor.dtype == torch.float64 else tensor.float()
-        for name, tensor in zip(Outputs._fields, out, strict=True)
-        if tensor is not None
-    }
+    wide = torch.float64 if out.logprobs.dtype == torch.float64 else torch.float32  # as the model computes
+    given = {name: tensor.to(wide) for name, tensor in zip(Outputs._fields, out, strict=True) if tensor is not None}
     for name, tensor in zip(given, to_host(list(given.values())), strict=True):
         held = found.setdefault(name, torch.zeros(batch.ids.shape, dtype=tensor.dtype))
         if place is not None:
