@@ -55,7 +55,7 @@ test-slow: $(STAMPS)/dev  ## tests that take minutes or a downloaded model
 	$(BIN)/pytest -m slow --timeout=3000
 
 test-vllm: $(STAMPS)/dev  ## rollouts through a real vLLM server, in an environment of its own that is made at first use
-	$(BIN)/pytest -m vllm --timeout=1800 tests/vllm
+	$(BIN)/pytest -m vllm --timeout=1800 tests/real_vllm
 
 test-cluster: $(STAMPS)/ray  ## the pool of Ray actors, on a cluster of three machines that Ray fakes here
 	$(BIN)/pytest -m slow --timeout=300 tests/cluster
