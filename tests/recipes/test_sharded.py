@@ -45,6 +45,8 @@ CASES = {
     ],
 }
 SHARDED = ("--train.shard", "fsdp2")
+SLOW = ("recomputed activations", "hf", "expert iteration")
+"""What differs from another case in little that sharding touches."""
 
 
 def model_of(run):
@@ -65,7 +67,14 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "ppo"])  # ppo: test_ranks_exact.py
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else [])
+        for case in CASES
+        if case != "ppo"  # test_ranks_exact.py
+    ],
+)
 def test_what_two_processes_hold_in_parts_trains_as_one_process_does(place, case):
     processes(1, place, *CASES[case], "--out", "whole")
     processes(2, place, *CASES[case], "--out", "parts", *SHARDED)
