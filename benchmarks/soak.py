@@ -87,6 +87,15 @@ def command(kind: str, place: Path, out: Path, *, resume: bool) -> list[str]:
     return [sys.executable, "-m", "rolecall", *words]
 
 
+def kill_all(process: subprocess.Popen) -> None:
+    """The process and all below it: torchrun gives each of its own a session."""
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(process.pid)
+        for one in [root, *root.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
 @contextmanager
 def started(words: list[str], place: Path) -> Iterator[subprocess.Popen]:
     """A process with its own temporary directory, ended with all that it started."""
@@ -98,8 +107,7 @@ def started(words: list[str], place: Path) -> Iterator[subprocess.Popen]:
         try:
             yield process
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_all(process)
             process.wait()
 
 
@@ -108,7 +116,7 @@ def disturb(process: subprocess.Popen, fault: str, place: Path, disk: Path, mome
     with suppress(subprocess.TimeoutExpired):
         return "end", process.wait(moment)
     if fault == "kill":
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_all(process)
     elif fault in ("term", "int"):
         process.send_signal(signal.SIGTERM if fault == "term" else signal.SIGINT)
     elif fault == "hang":  # the reward hangs, and only then comes the signal
