@@ -40,6 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", type=Path, help="make the runs there, or use those that are there")
     parser.add_argument("--cost-only", action="store_true", help="measure what a training costs, and nothing else")
+    parser.add_argument("--pairs", type=int, default=6, help="trainings with and without the view")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         runs = given.keep or Path(place) / "runs"
@@ -51,7 +52,7 @@ def main() -> None:
                     driver.get(f"{base}/?token={token}")
                     looked(driver, process, base)
                     reached(driver, base, runs)
-            slowed(driver, Path(place))
+            slowed(driver, Path(place), given.pairs)
 
 
 def make(runs: Path) -> None:
@@ -182,27 +183,45 @@ def reached(driver: Any, base: str, runs: Path) -> None:
     print(f"a line of the metrics on the page: median {median(took):.2f} s, longest {max(took):.2f} s")
 
 
-def slowed(driver: Any, place: Path) -> None:
-    """Processor seconds of a training alone, and with `--view`, its server counted too and its page open; in turns."""
-    steps, found = 150, {"alone": [], "viewed": []}  # type: ignore[var-annotated]
-    for i in range(3):
-        for how in found:
+OWN = """
+import resource, sys
+from rolecall.cli import main
+code = main(sys.argv[1:])
+own, child = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+print("used", own.ru_utime + own.ru_stime, child.ru_utime + child.ru_stime)
+sys.exit(code)
+"""
+
+
+def slowed(driver: Any, place: Path, pairs: int) -> None:
+    """The same training alone and with `--view` and its page open, in pairs one after the other, each first in turn."""
+    steps, ratios = 60, []
+    for i in range(pairs):
+        found = {}
+        for how in ("alone", "viewed") if i % 2 else ("viewed", "alone"):
             run = place / "trained" / f"{how}-{i}"
-            words = [*CALL, *TRAIN, "--prompts", "4", "--steps", str(steps), "--out", str(run)]
+            words = [sys.executable, "-c", OWN, *TRAIN, "--prompts", "4", "--steps", str(steps), "--out", str(run)]
             words += ["--view"] if how == "viewed" else []
-            process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            process = subprocess.Popen(
+                words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            )
             assert process.stderr is not None
             for said in process.stderr:
                 if said.startswith("view: "):
                     driver.get(said.removeprefix("view: ").strip())
-            used = os.wait4(process.pid, 0)[2]
-            found[how].append(used.ru_utime + used.ru_stime)
+            driver.get("about:blank")
+            own, others = map(float, process.communicate()[0].rpartition("used")[2].split())
+            assert process.returncode == 0
             times = [json.loads(line)["step_time"] for line in (run / "timing.jsonl").read_text().splitlines()]
-            print(f"  {how}: {found[how][-1]:.1f} s of processor, {median(times[5:]):.3f} s per step", flush=True)
-    alone, viewed = (median(found[how]) for how in found)
-    print(
-        f"a training of {steps} steps: {alone:.1f} s of processor alone, {viewed:.1f} s with --view and its page open"
-    )
+            found[how] = own / steps, median(times[5:])
+            print(f"  {how}: {own / steps:.3f} s of its own processor time and {median(times[5:]):.3f} s per step; "
+                  f"its children used {others:.1f} s, the page's server among them", flush=True)  # fmt: skip
+        ratios.append([viewed / alone for viewed, alone in zip(found["viewed"], found["alone"], strict=True)])
+    for name, values in zip(("its own processor time", "wall time per step"), zip(*ratios, strict=True), strict=True):
+        print(
+            f"{name}, viewed / alone: median {median(values):.3f} of {pairs} pairs, {min(values):.3f} to {max(values):.3f}"
+        )
 
 
 if __name__ == "__main__":

@@ -139,9 +139,9 @@
         old.delete(id);
         if (!before) body.append(document.adoptNode(row));
         else if (sources.get(id) !== html) {
-          const checked = before.querySelector("input").checked, focused = before.contains(document.activeElement);
+          const checked = before.querySelector("input")?.checked, focused = before.contains(document.activeElement);
           before.replaceWith(document.adoptNode(row));
-          row.querySelector("input").checked = checked;
+          if (checked && row.querySelector("input")) row.querySelector("input").checked = true;
           if (focused) row.querySelector("a").focus();
         }
         sources.set(id, html);
