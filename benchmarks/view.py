@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import split
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from selenium import webdriver
@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", type=Path, help="make the runs there, or use those that are there")
     parser.add_argument("--cost-only", action="store_true", help="measure what a training costs, and nothing else")
-    parser.add_argument("--pairs", type=int, default=6, help="trainings with and without the view")
+    parser.add_argument("--pairs", type=int, default=24, help="stretches of a training with and without the page")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         runs = given.keep or Path(place) / "runs"
@@ -183,45 +183,60 @@ def reached(driver: Any, base: str, runs: Path) -> None:
     print(f"a line of the metrics on the page: median {median(took):.2f} s, longest {max(took):.2f} s")
 
 
-OWN = """
-import resource, sys
-from rolecall.cli import main
-code = main(sys.argv[1:])
-own, child = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-print("used", own.ru_utime + own.ru_stime, child.ru_utime + child.ru_stime)
-sys.exit(code)
-"""
-
-
 def slowed(driver: Any, place: Path, pairs: int) -> None:
-    """The same training alone and with `--view` and its page open, in pairs one after the other, each first in turn."""
-    steps, ratios = 60, []
-    for i in range(pairs):
-        found = {}
-        for how in ("alone", "viewed") if i % 2 else ("viewed", "alone"):
-            run = place / "trained" / f"{how}-{i}"
-            words = [sys.executable, "-c", OWN, *TRAIN, "--prompts", "4", "--steps", str(steps), "--out", str(run)]
-            words += ["--view"] if how == "viewed" else []
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            process = subprocess.Popen(
-                words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-            )
-            assert process.stderr is not None
-            for said in process.stderr:
-                if said.startswith("view: "):
-                    driver.get(said.removeprefix("view: ").strip())
-            driver.get("about:blank")
-            own, others = map(float, process.communicate()[0].rpartition("used")[2].split())
-            assert process.returncode == 0
-            times = [json.loads(line)["step_time"] for line in (run / "timing.jsonl").read_text().splitlines()]
-            found[how] = own / steps, median(times[5:])
-            print(f"  {how}: {own / steps:.3f} s of its own processor time and {median(times[5:]):.3f} s per step; "
-                  f"its children used {others:.1f} s, the page's server among them", flush=True)  # fmt: skip
-        ratios.append([viewed / alone for viewed, alone in zip(found["viewed"], found["alone"], strict=True)])
-    for name, values in zip(("its own processor time", "wall time per step"), zip(*ratios, strict=True), strict=True):
-        print(
-            f"{name}, viewed / alone: median {median(values):.3f} of {pairs} pairs, {min(values):.3f} to {max(values):.3f}"
-        )
+    """What a step costs a training with `--view`: with its page open and, in turns, with no page and the server stopped.
+
+    Stretches of one training are compared with their neighbours, because other work on the machine changes from minute to
+    minute. The training's own processor time is counted without its server's.
+    """
+    run = place / "trained"
+    words = [*CALL, *TRAIN, "--prompts", "4", "--sampling.max_new_tokens", "16", "--steps", "100000", "--out", str(run)]
+    training = subprocess.Popen(
+        [*words, "--view"], stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert training.stderr is not None
+    try:
+        page = next(said.removeprefix("view: ").strip() for said in training.stderr if said.startswith("view: "))
+        children = Path(f"/proc/{training.pid}/task/{training.pid}/children").read_text().split()
+        server = next(int(pid) for pid in children if "rolecall.jobs.view" in Path(f"/proc/{pid}/cmdline").read_text())
+        ratios = []
+        for i in range(pairs):
+            found = {}
+            for how in ("alone", "viewed") if i % 2 else ("viewed", "alone"):
+                os.kill(server, signal.SIGCONT if how == "viewed" else signal.SIGSTOP)
+                driver.get(page if how == "viewed" else "about:blank")
+                steps_from(training.pid, run, 2)  # the page is drawn for the first time
+                found[how] = steps_from(training.pid, run, 10)
+            print("  viewed: {:.3f} s of processor, {:.3f} s".format(*found["viewed"]), end=", ")
+            print("alone: {:.3f} s of processor, {:.3f} s a step".format(*found["alone"]), flush=True)
+            ratios.append([viewed / alone for viewed, alone in zip(found["viewed"], found["alone"], strict=True)])
+    finally:
+        os.kill(server, signal.SIGCONT)
+        training.terminate()
+        training.communicate()
+    for name, held in zip(("processor time", "wall time"), zip(*ratios, strict=True), strict=True):
+        low, middle, high = quantiles(held, n=4)
+        print(f"{name} of a step, viewed / alone: median {middle:.3f}, half of {pairs} pairs {low:.3f} to {high:.3f}")
+
+
+def steps_from(pid: int, run: Path, steps: int) -> tuple[float, float]:
+    """(processor seconds of the process alone, seconds) of each of its next steps."""
+
+    def now() -> tuple[int, float, float]:
+        log = run / "timing.jsonl"
+        times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        used = (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
+        return log.read_bytes().count(b"\n") if log.is_file() else 0, used, time.monotonic()
+
+    def after(step: int) -> tuple[int, float, float]:
+        while (at := now())[0] < step:
+            time.sleep(0.02)
+        return at
+
+    begun = after(now()[0] + 1)
+    ended = after(begun[0] + steps)
+    done = ended[0] - begun[0]
+    return (ended[1] - begun[1]) / done, (ended[2] - begun[2]) / done
 
 
 if __name__ == "__main__":

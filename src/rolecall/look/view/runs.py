@@ -43,6 +43,8 @@ class Summary:
     state: State
     problem: str = ""
     """Why it cannot be read."""
+    addressed: bool = True
+    """Whether it has a page."""
     command: str = ""
     algorithm: str = ""
     model: str = ""
@@ -136,7 +138,9 @@ class Runs:
         if held is not None and held[0] == key and held[1] is not None:
             return held[1]
         name = run.replace(SEPARATOR, "/") if not (self.root / run).is_dir() else run
-        made = self._read(run, name, path, held_by)
+        made = (
+            self._read(run, name, path, held_by) if _is_name(path.name) and _is_name(run) else _unaddressed(run, name)
+        )
         self._held[run] = (key, made)
         return made
 
@@ -305,6 +309,11 @@ def _algorithm(config: Mapping[str, Any]) -> str:
     return str((algorithm.get("name") if isinstance(algorithm, dict) else config.get("algo")) or "")
 
 
+def _unaddressed(run: str, name: str) -> Summary:
+    why = "its name holds a character that no address may hold; rename its directory to see it"
+    return Summary(id=run, name=name, state="unreadable", problem=why, addressed=False)
+
+
 def _summary_of(name: str, audit: ReadAudit | None, *, changed: float) -> Summary | None:
     if audit is None:
         return None
@@ -318,6 +327,7 @@ def _summary_of(name: str, audit: ReadAudit | None, *, changed: float) -> Summar
         model=near(audit.about.get("model")),
         source=near(audit.about.get("rows")),
         settings=[(f"{level}s", str(audit.count(level))) for level in ("error", "warning")],
+        addressed=_is_name(name),
         changed=changed,
     )
 
@@ -350,7 +360,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _is_name(name: str) -> bool:
-    return bool(name) and not name.startswith(".") and not set(name) & {"/", "\\", "\0"}
+    return bool(name) and not name.startswith(".") and not any(c in "/\\\x7f" or ord(c) < 32 for c in name)
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:
