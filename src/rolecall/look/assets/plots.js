@@ -214,7 +214,7 @@
         padding: [8, 8, 0, 0],
         legend: { show: false },
         scales: { x: { time: false, range: (u, low, high) => (high > low ? [low, high] : [low - 1, high + 1]) }, y: this.logarithmic() ? { distr: 3 } : { range: (u, low, high) => this.range(low, high) } },
-        axes: [{ ...axis, size: 24, gap: 4, space: 60, incrs: WHOLE }, { ...axis, size: 46, gap: 4, space: 36, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) }],
+        axes: [{ ...axis, size: 24, gap: 4, space: 60, incrs: WHOLE }, { ...axis, size: 46, gap: 4, space: 26, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) }],
         series: [{}, ...lines],
         cursor: { drag: { x: true, y: false, setScale: false }, sync: { key: "steps", scales: ["x", null] }, points: { size: 5 }, y: false },
         select: { show: true },

@@ -27,7 +27,7 @@ from rolecall.look.tokens import token_view
 from rolecall.look.view.answers import VERDICTS, Query, beside, search
 from rolecall.look.view.compare import compared_curves, comparison, same_prompt
 from rolecall.look.view.logs import Recent
-from rolecall.look.view.runs import Runs, Summary, resources
+from rolecall.look.view.runs import SEPARATOR, Runs, Summary, resources
 from rolecall.train.lock import is_held
 from rolecall.visible import visible_text
 
@@ -101,6 +101,7 @@ class Pages:
         sections = audit_sections(found.about, found.findings, view)
         return self._render(
             "audit.html",
+            name=name.replace(SEPARATOR, "/"),
             audit=found,
             lead=audit_lead(found.findings),
             sections=sections,
