@@ -203,7 +203,7 @@ class RescoreOptions(RewardProcessOptions):
 
     command: ClassVar[str] = "rescore"
     run: str = field(metadata={"bare": True})
-    """The run whose rollouts are scored again."""
+    """The run whose rollouts are scored again, or what was its `store.url`."""
     reward: tuple[str, ...] = ()
     """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its own."""
     reward_weights: tuple[float, ...] | None = None
