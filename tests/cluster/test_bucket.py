@@ -43,7 +43,7 @@ def reward(tmp_path):
 
 def rl(out, *more, **how):
     command = [sys.executable, "-m", "rolecall", "rl", "--preset", "grpo", "--steps", "6", "--prompts", "2", "--samples", "4",
-               "--sampling.max_new_tokens", "4", "--save.every", "1", "--quiet", "--out", str(out), *more]  # fmt: skip
+               "--rows", "addition", "--sampling.max_new_tokens", "4", "--save.every", "1", "--quiet", "--out", str(out), *more]  # fmt: skip
     return subprocess.Popen(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, text=True, **how)
 
 

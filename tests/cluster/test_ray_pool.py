@@ -119,7 +119,8 @@ class Unknown(EngineActor):
 
 def test_what_cannot_work_is_said(tiny, cluster, monkeypatch):
     with pytest.raises(
-        UserError, match=r"9 rollout workers need 1 CPUs each, and the Ray cluster has 3 .*--engine.workers 3, or"
+        UserError,
+        match=r"9 rollout workers need 1 CPUs each, and the Ray cluster has 3 CPUs on 3 machines, enough for 3: use --engine.workers 3, or",
     ):
         RayPool(tiny, EngineOptions(workers=9, cluster="ray"), how=HOW, reads={})
     ray.shutdown()

@@ -9,7 +9,7 @@ import pytest
 from rolecall.config.parts import EngineOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import load
-from rolecall.rollout import ray_pool
+from rolecall.rollout import ray_cluster, ray_pool
 
 HOW = {"name": "native", "dtype": None, "max_rows": 256}
 OPTIONS = EngineOptions(workers=1, cluster="ray")
@@ -29,7 +29,7 @@ def test_a_cluster_that_is_not_there_is_named_at_once():
     with pytest.raises(
         UserError, match=f"no Ray cluster answers at RAY_ADDRESS {address} .Connection refused.: start one"
     ):
-        ray_pool._check_reachable(address)
+        ray_cluster._check_reachable(address)
     assert time.monotonic() - begun < 5
 
 

@@ -8,7 +8,6 @@ others go on without it.
 import importlib.metadata
 import logging
 import os
-import socket
 import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel, save
 from rolecall.policy.sharded import whole
 from rolecall.rollout.engine import weights_hash
+from rolecall.rollout.ray_cluster import check_resources, connected, in_words
 from rolecall.rollout.units import CLOSING_S, Asked, Heard, UnitPool
 from rolecall.rollout.worker import Sampler, Setup, Unit, pack
 from rolecall.workers.pool import Broken
@@ -36,7 +36,6 @@ _log = logging.getLogger("rolecall.rollout")
 
 _PLACE_S = 120.0
 """How long there may be no worker that is ready before the pool gives up."""
-_CONNECT_S = 5.0
 
 
 class EngineActor:
@@ -97,10 +96,11 @@ class RayPool(UnitPool):
     ) -> None:
         """As `EnginePool`. Connects to the cluster that the environment variable RAY_ADDRESS names, or starts one here."""
         super().__init__(loaded, options, dtype=how["dtype"] or loaded.model.dtype, add=add)
-        self._ray, self._own = _connected(options)
+        self._ray, self._own = connected(cpus=options.workers * options.worker_threads)
         self._places: list[_Place] = []
         try:
-            _check_resources(self._ray, options)
+            needs = {"CPU": float(options.worker_threads)}
+            check_resources(self._ray, options.workers, needs, what="rollout workers", option="engine.workers")
             setup = Setup(model="", how=reads, engine=how, threads=options.worker_threads, beat=0.0)
             with tempfile.TemporaryDirectory() as place:
                 save(loaded, Path(place))
@@ -172,7 +172,7 @@ class RayPool(UnitPool):
             except UserError:
                 raise
             except self._ray.exceptions.RayError as error:
-                self._broke(place, Broken(how="crash", why=_in_words(error)), heard)
+                self._broke(place, Broken(how="crash", why=in_words(error)), heard)
             except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):
                 self._broke(place, Broken(how="crash", why="it sent something unreadable"), heard)
         last = max((place.begun for place in self._places), default=0.0)
@@ -251,61 +251,6 @@ def _fetched(where: list[Any]) -> dict[str, Tensor]:
 
 def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("rolecall", "torch")}
-
-
-def _connected(options: EngineOptions) -> tuple[Any, bool]:
-    """(Ray, connected; whether the cluster was started here)."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise UserError("engine.cluster ray needs Ray: pip install 'rolecall[ray]'") from error
-    if ray.is_initialized():
-        return ray, False
-    address = os.environ.get("RAY_ADDRESS")
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
-    if not address or address == "local":
-        ray.init(num_cpus=options.workers * options.worker_threads, include_dashboard=False, **quiet)
-        return ray, True
-    _check_reachable(address)
-    try:
-        ray.init(address=address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(f"the Ray cluster of RAY_ADDRESS {address} cannot be used: {_in_words(error)}") from error
-    return ray, True
-
-
-def _check_reachable(address: str) -> None:
-    """Ray itself would try for a minute."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdigit():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
-    except OSError as error:
-        raise UserError(
-            f"no Ray cluster answers at RAY_ADDRESS {address} ({error.strerror or error}): start one with `ray start --head`, "
-            "or leave RAY_ADDRESS out, and one is started here"
-        ) from error
-
-
-def _check_resources(ray: Any, options: EngineOptions) -> None:
-    each, there = options.worker_threads, float(ray.cluster_resources().get("CPU", 0.0))
-    nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
-    fit = sum(int(cpus // each) for cpus in nodes)
-    if fit < options.workers:
-        what = f"--engine.workers {fit}" if fit else f"fewer engine.worker_threads than {each}"
-        raise UserError(
-            f"{options.workers} rollout workers need {each} CPUs each, and the Ray cluster has {there:g} on {len(nodes)} "
-            f"machines, enough for {fit}: use {what}, or add machines"
-        )
-
-
-def _in_words(error: BaseException) -> str:
-    """The last line of what Ray says, which names the cause."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else type(error).__name__
 
 
 def _ignore(asked: Asked, said: Any) -> None:
