@@ -3,13 +3,15 @@
 import socket
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from rolecall.config.parts import EngineOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import load
-from rolecall.rollout import ray_cluster, ray_pool
+from rolecall.rollout import ray_pool
+from rolecall.workers import ray_cluster
 
 HOW = {"name": "native", "dtype": None, "max_rows": 256}
 OPTIONS = EngineOptions(workers=1, cluster="ray")
@@ -33,6 +35,32 @@ def test_a_cluster_that_is_not_there_is_named_at_once():
     assert time.monotonic() - begun < 5
 
 
+def test_without_an_address_a_cluster_is_started_whatever_else_runs_here(monkeypatch):
+    asked = {}
+    fake = SimpleNamespace(is_initialized=lambda: False, init=lambda **how: asked.update(how))
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert ray_cluster.connected(cpus=3) == (fake, True)
+    assert (asked["address"], asked["num_cpus"]) == ("local", 3)
+
+
 def test_a_cluster_is_for_workers():
-    with pytest.raises(ValueError, match=r"engine\.cluster ray says where engine\.workers are: give their number too"):
+    with pytest.raises(
+        ValueError, match=r"engine\.cluster ray says where engine\.workers or .* are: give their number too"
+    ):
         EngineOptions(cluster="ray")
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"placed_servers": 2}, "give engine.cluster ray alone"),
+        ({"placed_servers": 2, "cluster": "ray", "workers": 1}, "give engine.cluster ray alone"),
+        ({"placed_servers": 2, "servers": ("http://a:1",)}, "placed_servers and engine.servers both say what samples"),
+        ({"server_gpus": 1.0}, "are of engine.placed_servers: give their number too"),
+        ({"placed_servers": 1, "cluster": "ray", "server_cpus": -1}, "server_gpus are 0 or more, got 1, -1 and 0"),
+    ],
+)
+def test_placed_servers_are_by_ray_alone(given, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        EngineOptions(**given)

@@ -82,6 +82,9 @@ class RewardProcessOptions:
     reward_variables: tuple[str, ...] = ()
     """Environment variables that reward functions see beside the usual ones (PATH, HOME, caches, thread counts), such as
     OPENAI_API_KEY."""
+    reward_cluster: Literal["none", "ray"] = "none"
+    """`ray`: those processes run on the machines of a Ray cluster (docs/cluster.md), which must find the functions under the same
+    paths."""
 
     def reward_limits(self) -> dict[str, Any]:
         """As a reward pool takes them."""

@@ -23,7 +23,7 @@ from typing import Any
 from rolecall.config.parts import EngineOptions
 from rolecall.config.use import KEY_VARIABLE
 from rolecall.errors import UserError
-from rolecall.rollout.ray_cluster import check_resources, connected, in_words
+from rolecall.workers.ray_cluster import check_resources, connected, in_words
 
 _PLACE_S = 60.0
 """How long Ray may take to find room that there is."""

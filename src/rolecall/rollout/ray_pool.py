@@ -27,10 +27,10 @@ from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel, save
 from rolecall.policy.sharded import whole
 from rolecall.rollout.engine import weights_hash
-from rolecall.rollout.ray_cluster import check_resources, connected, in_words
 from rolecall.rollout.units import CLOSING_S, Asked, Heard, UnitPool
 from rolecall.rollout.worker import Sampler, Setup, Unit, pack
 from rolecall.workers.pool import Broken
+from rolecall.workers.ray_cluster import check_resources, connected, in_words
 
 _log = logging.getLogger("rolecall.rollout")
 

@@ -25,7 +25,8 @@ def connected(*, cpus: float) -> tuple[Any, bool]:
     address = os.environ.get("RAY_ADDRESS")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     if not address or address == "local":
-        ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
+        # Without "local" Ray would take any cluster that runs on this machine, whoever started it.
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
         return ray, True
     _check_reachable(address)
     try:
@@ -35,7 +36,7 @@ def connected(*, cpus: float) -> tuple[Any, bool]:
     return ray, True
 
 
-def check_resources(ray: Any, count: int, needs: Mapping[str, float], *, what: str, option: str) -> None:
+def check_resources(ray: Any, count: int, needs: Mapping[str, float], *, what: str, option: str | None) -> None:
     """Refuse, in a sentence, what no placement on the machines of this moment could hold."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     needs = {name: amount for name, amount in needs.items() if amount}
@@ -44,10 +45,9 @@ def check_resources(ray: Any, count: int, needs: Mapping[str, float], *, what: s
         return
     each = " and ".join(f"{amount:g} {name}s" for name, amount in needs.items())
     there = " and ".join(f"{sum(node.get(name, 0.0) for node in nodes):g} {name}s" for name in needs)
-    fewer = f"--{option} {fit}" if fit else "less for each"
+    use = "" if option is None else f"use --{option} {fit}, or " if fit else "use less for each, or "
     raise UserError(
-        f"{count} {what} need {each} each, and the Ray cluster has {there} on {len(nodes)} machines, enough for {fit}: use {fewer}, or "
-        "add machines"
+        f"{count} {what} need {each} each, and the Ray cluster has {there} on {len(nodes)} machines, enough for {fit}: {use}add machines"
     )
 
 
