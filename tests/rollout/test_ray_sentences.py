@@ -44,6 +44,31 @@ def test_without_an_address_a_cluster_is_started_whatever_else_runs_here(monkeyp
     assert (asked["address"], asked["num_cpus"]) == ("local", 3)
 
 
+class Full(Exception):
+    """As Ray raises it."""
+
+
+@pytest.mark.parametrize(
+    ("put", "sentence"),
+    [
+        (
+            lambda content: (_ for _ in ()).throw(Full()),
+            "has no room for the model's 3 MB: start the cluster with a larger",
+        ),
+        (lambda content: time.sleep(60), "did not within 1 s take the model's 3 MB"),
+    ],
+)
+def test_a_full_or_slow_object_store_is_one_sentence_within_seconds(put, sentence):
+    pool = object.__new__(ray_pool.RayPool)
+    pool.options = EngineOptions(workers=1, cluster="ray", worker_silence=1.0)
+    pool._ray = SimpleNamespace(put=put, exceptions=SimpleNamespace(ObjectStoreFullError=Full, OutOfDiskError=Full))
+    begun = time.monotonic()
+    with pytest.raises(UserError, match=sentence) as raised:
+        pool._put({"model.safetensors": b"0" * 3_000_000})
+    assert raised.value.exit_code == 75
+    assert time.monotonic() - begun < 30
+
+
 def test_a_cluster_is_for_workers():
     with pytest.raises(
         ValueError, match=r"engine\.cluster ray says where engine\.workers or .* are: give their number too"

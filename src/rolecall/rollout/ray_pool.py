@@ -9,8 +9,10 @@ import importlib.metadata
 import logging
 import os
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,6 +38,8 @@ _log = logging.getLogger("rolecall.rollout")
 
 _PLACE_S = 120.0
 """How long there may be no worker that is ready before the pool gives up."""
+_SLOWEST = 50e6
+"""Bytes per second below which the object store is too slow."""
 
 
 class EngineActor:
@@ -141,14 +145,31 @@ class RayPool(UnitPool):
             held, self.dtype
         )  # in a list, or Ray would send it with each unit
 
-    def _put(self, content: Any) -> Any:
+    def _put(self, content: Mapping[str, bytes] | bytes) -> Any:
+        size = len(content) if isinstance(content, bytes) else sum(map(len, content.values()))
+        seconds = self.options.worker_silence + size / _SLOWEST
+        done: Future[Any] = Future()
+
+        def put() -> None:
+            try:
+                done.set_result(self._ray.put(content))
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=put, daemon=True).start()
+        full = self._ray.exceptions
         try:
-            return self._ray.put(content)
-        except self._ray.exceptions.ObjectStoreFullError as error:
-            raise UserError(
-                "Ray's object store has no room for the weights; start the cluster with a larger --object-store-memory",
-                exit_code=75,
-            ) from error
+            return done.result(seconds)
+        except (full.ObjectStoreFullError, full.OutOfDiskError) as error:
+            why = "has no room for"
+            cause: BaseException = error
+        except TimeoutError as error:
+            why, cause = f"did not within {seconds:.0f} s take", error
+        raise UserError(
+            f"Ray's object store {why} the model's {size / 1e6:,.0f} MB: start the cluster with a larger --object-store-memory and "
+            "room on its disk, then resume",
+            exit_code=75,
+        ) from cause
 
     def _placed(self) -> _Place:
         actor = self._actor.remote(self._files, self._setup)
