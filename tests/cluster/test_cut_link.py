@@ -78,6 +78,7 @@ def cluster(hosts, tmp_path):
     """A machine in each namespace, of one processor; ended with all their processes."""
     short = tempfile.mkdtemp(prefix="rc-")  # paths of sockets are short
     here = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": f"{NET}.1:{PORT}", "HF_HUB_OFFLINE": "1"}
+    here |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus", "1", "--block", "--disable-usage-stats"]
     where = [
         ["--head", "--port", str(PORT), "--node-ip-address", f"{NET}.1", "--include-dashboard", "false", "--temp-dir", short],
@@ -111,6 +112,10 @@ def test_a_cut_cable_is_noticed_by_our_deadline_and_changes_nothing(hosts, clust
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
     command = ["ip", "netns", "exec", hosts[0], sys.executable, str(script)]
+    said = subprocess.run(
+        command, env=cluster | {"RAY_AUTH_MODE": "disabled"}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert "cannot be used: it asks for a token, so set RAY_AUTH_MODE=token" in said.stderr
     driver = subprocess.Popen(command, env=cluster, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert driver.stdout.readline().split() == ["ready", "2"]

@@ -32,7 +32,12 @@ def connected(*, cpus: float) -> tuple[Any, bool]:
     try:
         ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(f"the Ray cluster of RAY_ADDRESS {address} cannot be used: {in_words(error)}") from error
+        why = in_words(error)
+        if "uthentication token" in f"{error} {error.__cause__}":  # Ray sends its token to no address by itself
+            why = (
+                "it asks for a token, so set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if it is not in ~/.ray/auth_token"
+            )
+        raise UserError(f"the Ray cluster of RAY_ADDRESS {address} cannot be used: {why}") from error
     return ray, True
 
 
