@@ -255,6 +255,9 @@ class EngineOptions:
     """More words for each placed `rolecall serve`, such as `--vllm --dtype bfloat16`."""
     server_patience: float = 300.0
     """Seconds that all servers may be out of reach before the run ends, with exit code 75."""
+    sync: Literal["directory", "broadcast"] = "directory"
+    """How servers get weights: they read files, or are sent them; or all of them at once by torch.distributed (gloo, or NCCL
+    on GPUs), for servers on other machines of a network that you trust (docs/servers.md)."""
     weights_directory: str | None = None
     """A directory that the servers see too, through which they get the weights. Left out: servers on this machine read a
     temporary one, others are sent the weights."""
@@ -265,8 +268,14 @@ class EngineOptions:
             self._check_servers()
         elif self.placed_servers:
             self._check_placed()
-        elif self.weights_directory is not None or self.name == "vllm":
-            given = "name vllm" if self.weights_directory is None else "weights_directory"
+        elif self.weights_directory is not None or self.name == "vllm" or self.sync != "directory":
+            given = (
+                "name vllm"
+                if self.name == "vllm"
+                else "sync"
+                if self.weights_directory is None
+                else "weights_directory"
+            )
             raise ValueError(f"engine.{given} is for servers: give engine.servers too")
         if self.cluster != "none" and not (self.workers or self.placed_servers):
             raise ValueError(
@@ -306,6 +315,8 @@ class EngineOptions:
                 raise ValueError(f"engine.servers wants addresses such as http://127.0.0.1:8750, got {url!r}")
         if len(set(self.servers)) < len(self.servers):
             raise ValueError("engine.servers names the same server twice")
+        if self.sync == "broadcast" and self.weights_directory is not None:
+            raise ValueError("engine.weights_directory is for engine.sync directory: give one of the two")
         if not self.server_patience > 0:
             raise ValueError(f"engine.server_patience must be above 0 seconds, got {self.server_patience:g}")
         if processes() > len(self.servers):

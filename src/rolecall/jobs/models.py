@@ -195,6 +195,7 @@ def _on_servers(
         plain=partial(_plain, policy),
         sampling=options.sampling,
         trainer=torch.bfloat16 if mixed else policy.model.dtype,
+        lora=policy if has_adapter(policy) and not in_parts(policy.model) else None,
         add=add,
         **where,
     )
