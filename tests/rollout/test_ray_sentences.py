@@ -82,7 +82,7 @@ def test_a_cluster_is_for_workers():
         ({"placed_servers": 2}, "give engine.cluster ray alone"),
         ({"placed_servers": 2, "cluster": "ray", "workers": 1}, "give engine.cluster ray alone"),
         ({"placed_servers": 2, "servers": ("http://a:1",)}, "placed_servers and engine.servers both say what samples"),
-        ({"server_gpus": 1.0}, "are of engine.placed_servers: give their number too"),
+        ({"server_gpus": 1.0}, "of engine.placed_servers: give their number too"),
         ({"placed_servers": 1, "cluster": "ray", "server_cpus": -1}, "server_gpus are 0 or more, got 1, -1 and 0"),
     ],
 )

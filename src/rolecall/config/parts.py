@@ -88,8 +88,7 @@ class RewardProcessOptions:
     """Environment variables that reward functions see beside the usual ones (PATH, HOME, caches, thread counts), such as
     OPENAI_API_KEY."""
     reward_cluster: Literal["none", "ray"] = "none"
-    """`ray`: those processes run on the machines of a Ray cluster (docs/cluster.md), which must find the functions under the same
-    paths."""
+    """`ray`: those processes run on the machines of a Ray cluster, which must find the functions too (docs/cluster.md)."""
 
     def reward_limits(self) -> dict[str, Any]:
         """As a reward pool takes them."""
@@ -269,22 +268,14 @@ class EngineOptions:
         elif self.placed_servers:
             self._check_placed()
         elif self.weights_directory is not None or self.name == "vllm" or self.sync != "directory":
-            given = (
-                "name vllm"
-                if self.name == "vllm"
-                else "sync"
-                if self.weights_directory is None
-                else "weights_directory"
-            )
+            given = "name vllm" if self.name == "vllm" else "weights_directory" if self.weights_directory else "sync"
             raise ValueError(f"engine.{given} is for servers: give engine.servers too")
         if self.cluster != "none" and not (self.workers or self.placed_servers):
             raise ValueError(
                 f"engine.cluster {self.cluster} says where engine.workers or engine.placed_servers are: give their number too"
             )
         if not self.placed_servers and (self.server_cpus != 1 or self.server_gpus or self.server_args):
-            raise ValueError(
-                "engine.server_cpus, server_gpus and server_args are of engine.placed_servers: give their number too"
-            )
+            raise ValueError("engine.server_* are of engine.placed_servers: give their number too")
         if self.workers < 0 or self.worker_prompts < 1 or self.worker_threads < 1:
             raise ValueError(
                 "engine.workers is 0 or a number of processes, worker_prompts and worker_threads are at least 1, got "
