@@ -81,7 +81,7 @@ def _matters(name: str, old: object, new: object, config: Mapping[str, Any]) -> 
         return bool(config.get("optim", {}).get("schedule", "constant") != "constant")
     if name == "eval.every":
         return bool(old) != bool(new)  # with evaluation, rows without a test split are split
-    return name in ("eval.held_out", "eval.data") or not name.startswith(("save.", "eval.", "train."))
+    return name in ("eval.held_out", "eval.data") or not name.startswith(("save.", "store.", "eval.", "train."))
 
 
 def describe(

@@ -79,11 +79,13 @@ class ServerEngine(Engine):
         key: str | None,
         lora: LoadedModel | None = None,
         add: Callable[[str, float], None] = lambda name, value: None,
+        also_close: Callable[[], None] = lambda: None,
     ) -> None:
         """`policy` is the model that trains, an adapter merged; `tokenizer` its fingerprint; `scorer` as in `probe`, which
         computes in the dtype `trainer`; `plain` makes a plain model of the trainer's to try other weights with; `lora` is the
-        model that trains if it carries an adapter and is whole; `add` takes what is measured, by name."""
-        self.options, self.version, self._tell = options, -1, add
+        model that trains if it carries an adapter and is whole; `add` takes what is measured, by name; `also_close` is called at
+        the end."""
+        self.options, self.version, self._tell, self._also_close = options, -1, add, also_close
         self._measured: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
         self._shapes = {name: p.shape for name, p in policy.model.named_parameters()}
         vocabulary = int(policy.model.get_input_embeddings().num_embeddings)
@@ -295,6 +297,7 @@ class ServerEngine(Engine):
         """Give up the connections and remove what was published."""
         self._background.close()
         self._remove()
+        self._also_close()
 
 
 class _ServerFlight(Flight):
