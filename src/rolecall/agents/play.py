@@ -17,10 +17,14 @@ from rolecall.agents.pool import Envs, Failure
 from rolecall.agents.replies import Reply
 from rolecall.config.agents import AgentOptions
 from rolecall.policy.row_template import template_kwargs, tools_of
+from rolecall.rewards.records import Scored
 from rolecall.rollout.engine import Engine
 from rolecall.rollout.stops import Ticket
 from rolecall.tasks.env import Message
 from rolecall.types import Completion, Finish, Request, Sampling, Trajectory
+
+LESSONS = "Lessons from earlier attempts:"
+"""What lessons begin with in a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +39,21 @@ class Wanted:
     """What its environment begins with."""
     seed: int
     """The seed of its environment; episodes of one prompt share it."""
+    recall: "Recall | None" = None
+    """Finds the lessons that it reads; None: it reads none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lesson:
+    """What was learned from an episode, in words."""
+
+    id: int
+    """Counted over the run."""
+    text: str
+
+
+Recall = Callable[[str], Sequence[Lesson]]
+"""Lessons for a prompt, the best first."""
 
 
 class Spoken(Protocol):
@@ -77,6 +96,8 @@ class Played:
     """What reward functions see of the environment."""
     version: int = 0
     """The weights that played."""
+    lessons: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Which lessons each player read."""
 
     def count(self, name: str, value: float = 1.0) -> None:
         """Add to a count."""
@@ -98,12 +119,30 @@ class Played:
                     authors=tuple(sample.authors),
                     finish=self.finish,
                     policy_version=self.version,
+                    behaviour_prompt_ids=None if sample is seen else tuple(seen.ids[: seen.turns[0][0]]),
                     supports=tuple(sample.supports) if any(sample.supports) else None,
                 )
-                for sample in side.samples
+                for seen in side.samples
+                for sample in [seen.stripped()]
             ]
             for player, side in self.sides.items()
         }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """What one player of an episode did, and its score."""
+
+    player: str
+    episode: Played
+    trajectories: Sequence[Trajectory]
+    """Its samples, in order."""
+    scored: Scored
+
+    @property
+    def row(self) -> int:
+        """The row that was played, by the number of its prompt in the step."""
+        return self.episode.wanted.prompt
 
 
 @dataclass(slots=True)
@@ -224,6 +263,7 @@ class Player:
         if episode.finish is not None:
             return None
         side, o, sampling = episode.sides[episode.speaker], self.options, drawn.sampling
+        self._guide(episode, room=sampling.max_new_tokens)
         ids = side.prompt()
         room = sampling.max_new_tokens
         if o.max_tokens is not None:
@@ -240,6 +280,21 @@ class Player:
         if room != sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=room)
         return drawn.request(wanted, number, ids, sampling, who=episode.speaker)
+
+    def _guide(self, episode: _Episode, *, room: int) -> None:
+        """Before a player's first turn: let it read lessons, if they and an answer have room in the context."""
+        recall, side = episode.wanted.recall, episode.sides[episode.speaker]
+        if recall is None or episode.speaker in episode.lessons:
+            return
+        found = recall("\n".join(message["content"] for message in side.messages))
+        if found:
+            text = "\n".join([LESSONS, *(f"- {lesson.text}" for lesson in found)])
+            side.remember([{"role": "user", "content": text, "author": "memory"}])
+            if len(side.prompt()) + room > self.limit:
+                side.remember([])
+                found = ()
+                episode.count("lessons_too_long")
+        episode.lessons[episode.speaker] = tuple(lesson.id for lesson in found)
 
     def _said(self, episode: _Episode, completion: Completion) -> Any:
         episode.count("turns")
