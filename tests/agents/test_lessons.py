@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -257,6 +258,7 @@ RUN = {
     "env": f"{Path(__file__).parents[1] / 'jobs' / 'letters_env.py'}:Letters",
     "agent.workers": 1,
     "quiet": True,
+    "save.every": 1,
     "lessons.share": 0.5,
     "lessons.max_tokens": 6,
 }
@@ -329,6 +331,15 @@ def test_a_guided_samples_log_probs_are_those_of_what_was_read():
     own = [i for i, p in enumerate(t.behaviour_logprobs[start:]) if not math.isnan(p)]
     assert [t.behaviour_logprobs[start + i] for i in own] == pytest.approx([seen[i] for i in own], abs=1e-4)
     assert [t.behaviour_logprobs[start + i] for i in own] != pytest.approx([plain[i] for i in own], abs=1e-4)
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_learns_the_same_lessons_again(finished, tmp_path):
+    broken = tmp_path / "run"
+    shutil.copytree(finished.path, broken)
+    shutil.rmtree(broken / "checkpoints" / "step-000003")
+    rolecall.rl(**RUN, out=str(broken), resume=True)
+    for name in ("lessons.jsonl", "metrics.jsonl", "rollouts/step-000003.parquet", "model/model.safetensors"):
+        assert (broken / name).read_bytes() == (finished.path / name).read_bytes(), name
 
 
 @pytest.mark.parametrize(
