@@ -342,6 +342,21 @@ def test_a_run_that_goes_on_from_a_checkpoint_learns_the_same_lessons_again(fini
         assert (broken / name).read_bytes() == (finished.path / name).read_bytes(), name
 
 
+def short(attempts):
+    return [f"say {a.completion[0]['content'].encode().hex()}" if a.score > a.mean else None for a in attempts]
+
+
+def test_a_function_from_python_distils(tmp_path):
+    how = {"by": short, "share": 0.5, "recall": "bm25", "top": 1}
+    given = {name: value for name, value in RUN.items() if not name.startswith("lessons")}
+    run = rolecall.rl(**{**given, "steps": 1}, lessons=how, out=str(tmp_path / "run"))
+    lines = [json.loads(line) for line in (run.path / "lessons.jsonl").read_text().splitlines()]
+    assert lines
+    assert all(line["text"].startswith("say ") and line["score"] > line["mean"] for line in lines)
+    assert run.metrics[0]["lessons/failed"] == len(lines), "half of the attempts had none"
+    assert json.loads((run.path / "config.json").read_text())["lessons"]["by"] == "(given in Python) short"
+
+
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [

@@ -71,7 +71,9 @@ class Letters:
 def options(kind: str, out: Path, **more: Any) -> RLOptions:
     """The options of a kind of run; of agents none but the environment scores, others are answered and scored here."""
     preset = RLOptions.presets.get(kind, RLOptions.presets["grpo"])
-    objects = {} if kind.endswith(("agents", "lessons")) else settings_of({"rows": more.pop("rows", ROWS), "reward": reward})
+    objects = (
+        {} if kind.endswith(("agents", "lessons")) else settings_of({"rows": more.pop("rows", ROWS), "reward": reward})
+    )
     settings = {**KINDS[kind], "out": str(out), **objects, **more}
     return resolve(RLOptions, [("preset", preset), ("test", settings)]).options
 
