@@ -347,7 +347,7 @@ def short(attempts):
 
 
 def test_a_function_from_python_distils(tmp_path):
-    how = {"by": short, "share": 0.5, "recall": "bm25", "top": 1}
+    how = {"by": short, "share": 0.5, "top": 1}
     given = {name: value for name, value in RUN.items() if not name.startswith("lessons")}
     run = rolecall.rl(**{**given, "steps": 1}, lessons=how, out=str(tmp_path / "run"))
     lines = [json.loads(line) for line in (run.path / "lessons.jsonl").read_text().splitlines()]

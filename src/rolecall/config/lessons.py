@@ -15,8 +15,6 @@ class LessonOptions:
     (http://host:8000/v1), or file.py:function."""
     served_model: str | None = None
     """With an address: which of its models; the only one if not given."""
-    recall: Literal["bm25", "embedding"] = "bm25"
-    """How lessons are found for a prompt: by its words, or by the nearness of embeddings (`pip install 'rolecall[lessons]'`)."""
     top: int = 3
     """Lessons that an episode reads."""
     per_step: int = 4
