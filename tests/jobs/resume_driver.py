@@ -41,6 +41,10 @@ KINDS: dict[str, dict[str, Any]] = {
         **COMMON, "samples": 4, "env": f"{Path(__file__).with_name('letters_env.py')}:Letters", "agent.workers": 1,
         "lessons.share": 0.5, "lessons.max_tokens": 6, "lessons.size": 5, "lessons.trial": 2, "lessons.clip_high": 0.6,
     },
+    "summary": {
+        **COMMON, "samples": 4, "algorithm.minibatches": 2, "env": f"{Path(__file__).with_name('letters_env.py')}:Letters",
+        "agent.context": "summary", "agent.context_tokens": 300, "agent.workers": 1,
+    },
     "replay": {
         **COMMON, "samples": 4, "algorithm.minibatches": 2, "replay.share": 0.5, "replay.sampler": "random",
         "replay.size": 8, "replay.max_uses": 2, "replay.max_staleness": 3, "replay.weights": "mask",
@@ -72,7 +76,9 @@ def options(kind: str, out: Path, **more: Any) -> RLOptions:
     """The options of a kind of run; of agents none but the environment scores, others are answered and scored here."""
     preset = RLOptions.presets.get(kind, RLOptions.presets["grpo"])
     objects = (
-        {} if kind.endswith(("agents", "lessons")) else settings_of({"rows": more.pop("rows", ROWS), "reward": reward})
+        {}
+        if kind.endswith(("agents", "lessons", "summary"))
+        else settings_of({"rows": more.pop("rows", ROWS), "reward": reward})
     )
     settings = {**KINDS[kind], "out": str(out), **objects, **more}
     return resolve(RLOptions, [("preset", preset), ("test", settings)]).options

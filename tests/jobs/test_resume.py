@@ -59,7 +59,7 @@ def test_replay_killed_in_saves_and_between_them_ends_with_the_same_bytes(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", ["grpo", "ppo", "replay", "agents", "lessons"])
+@pytest.mark.parametrize("kind", ["grpo", "ppo", "replay", "agents", "lessons", "summary"])
 def test_many_interruptions(tmp_path, kind, seed):
     check(interrupt(kind, tmp_path, seed=seed, saves=40, terms=20), saves=30)
 

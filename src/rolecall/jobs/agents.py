@@ -113,10 +113,9 @@ def open_envs(env: EnvSource, options: AgentOptions, stack: ExitStack) -> Envs |
 
 
 def _open_programs(source: str | Program, options: AgentOptions, stack: ExitStack) -> Programs:
-    if options.when_full == "cut":
-        raise UserError(
-            "agent.when_full cut is for environments: a program keeps its conversation itself; leave it out"
-        )
+    if options.manager != "append":
+        given = "when_full cut" if options.when_full == "cut" else f"context {options.context}"
+        raise UserError(f"agent.{given} is for environments: a program keeps its conversation itself; leave it out")
     return stack.enter_context(Programs(source, options))
 
 
