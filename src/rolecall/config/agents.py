@@ -21,8 +21,8 @@ class AgentOptions:
     """Tokens of context, if less than the model's."""
     context: Literal["append", "window", "memory", "summary", "thoughts"] = "append"
     """What becomes of the conversation as it grows: nothing (when it is full the episode ends, finish `length`); the oldest
-    turns are dropped when it is full; the same, but what the policy wrote in <note>…</note> stays; the policy summarises it before it
-    is full; <think>…</think> of earlier turns is dropped. A row may name its own in the column `context_manager`."""
+    turns are dropped when it is full; the same, but what the policy wrote in `<note>…</note>` stays; the policy summarises it before it
+    is full; `<think>…</think>` of earlier turns is dropped. A row may name its own in the column `context_manager`."""
     when_full: Literal["end", "cut"] = "end"
     """`cut` is an older name of `context window`."""
     deadline: float = 60.0
