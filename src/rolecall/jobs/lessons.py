@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from rolecall.agents.distil import Distil, by_function, by_policy, by_server
+from rolecall.agents.embedding import by_embedding
 from rolecall.agents.episodes import Arena
 from rolecall.agents.guided import Lessons
 from rolecall.agents.lessons import LessonPool
@@ -28,7 +29,7 @@ def open_lessons(options: RLOptions, arena: Arena, ranks: Ranks, stack: ExitStac
             "a program writes its prompts itself, so its episodes cannot be given lessons: leave out lessons.share"
         )
     _check_template(arena)
-    pool = LessonPool(o, nearest=None)
+    pool = LessonPool(o, nearest=None if o.recall == "bm25" else by_embedding(o.recall))
     return Lessons(o, pool, _distiller(options, arena, stack), tokenizer=arena.policy.tokenizer, ranks=ranks)
 
 
