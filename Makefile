@@ -31,6 +31,10 @@ $(STAMPS)/ray: $(STAMPS)/dev
 	$(PIP) -e '.[ray,store]' 'moto[server]'
 	@touch $@
 
+$(STAMPS)/lessons: $(STAMPS)/dev
+	$(PIP) -e '.[lessons]'
+	@touch $@
+
 $(STAMPS)/site: $(STAMPS)/dev
 	$(PIP) -e '.[site]'
 	@touch $@
@@ -51,7 +55,7 @@ setup: $(STAMPS)/dev  ## the environment in .venv
 test: $(STAMPS)/dev $(STAMPS)/browser  ## the default test suite
 	$(BIN)/pytest -n 2 --dist loadfile
 
-test-slow: $(STAMPS)/dev  ## tests that take minutes or a downloaded model
+test-slow: $(STAMPS)/lessons  ## tests that take minutes or a downloaded model
 	$(BIN)/pytest -m slow --timeout=3000
 
 test-vllm: $(STAMPS)/dev  ## rollouts through a real vLLM server, in an environment of its own that is made at first use

@@ -65,6 +65,8 @@ def place(tmp_path_factory):
         Path("higher.py").write_text(env)
         (agent,) = [text for text in blocks(ROOT / "docs/gateway.md", "python") if "def run" in text]
         Path("my_agent.py").write_text(agent)
+        (distil,) = [text for text in blocks(ROOT / "docs/lessons.md", "python") if "def short" in text]
+        Path("distil.py").write_text(distil)
         Path("preferences.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n' * 4)
         Path("my.yaml").write_text("rows: sorting\nprompts: 2\nsamples: 2\ngroups: 2\nsampling: {max_new_tokens: 2}\n")
         how = {"steps": 1, "quiet": True}

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from rolecall.agents.conversation import Dialect
-from rolecall.agents.play import Played, Player, Wanted
+from rolecall.agents.guided import Lessons
+from rolecall.agents.play import Played, Player, Recall, Side, Wanted
 from rolecall.agents.pool import Envs
 from rolecall.agents.programs import ProgramPlayer, Programs
 from rolecall.config.agents import AgentOptions
@@ -26,7 +27,7 @@ from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
 from rolecall.train.ranks import Ranks
 from rolecall.train.timing import Timer
-from rolecall.types import Finish, Sampling, Trajectory
+from rolecall.types import Finish, Sampling
 
 _log = logging.getLogger("rolecall.agents")
 
@@ -46,22 +47,6 @@ class EnvOnly:
     def take_metrics(self) -> dict[str, float]:
         """Nothing to tell."""
         return {}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
-    """What one player of an episode did, and its score."""
-
-    player: str
-    episode: Played
-    trajectories: Sequence[Trajectory]
-    """Its samples, in order."""
-    scored: Scored
-
-    @property
-    def row(self) -> int:
-        """The row that was played, by the number of its prompt in the step."""
-        return self.episode.wanted.prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,11 +121,19 @@ class Arena:
         seed: int,
         step: int,
         groups: Mapping[int, int],
+        recall: Recall | None = None,
+        guided: int = 0,
     ) -> list[Played]:
         """Each row n times; rows and their groups are given by the number of the prompt in the step. A row's episodes share
-        the seed of their environment."""
+        the seed of their environment; the first `guided` of them read what `recall` finds."""
         wanted = [
-            Wanted(prompt=number, sample=k, row=row, seed=_env_seed(seed, step, groups[number]))
+            Wanted(
+                prompt=number,
+                sample=k,
+                row=row,
+                seed=_env_seed(seed, step, groups[number]),
+                recall=recall if k < guided else None,
+            )
             for number, row in rows.items()
             for k in range(n)
         ]
@@ -166,6 +159,8 @@ class Arena:
                 scored = Scored(scores=scores, total=None, failure=failure)
             else:
                 scored = with_env(episode.rewards.get(player), next(by_functions))
+            if read := episode.lessons.get(player):
+                scored = replace(scored, extras={**scored.extras, "lessons": list(read)})
             named = [replace(t, scores=dict(scored.scores)) for t in trajectories]
             found.append(Side(player=player, episode=episode, trajectories=named, scored=scored))
         return found
@@ -182,9 +177,17 @@ class Arena:
 class Episodes(OfRows):
     """The collector of episodes: prompts are taken from the rows in order, each is played `samples` times."""
 
-    def __init__(self, options: RLOptions, arena: Arena, *, rows: Rows, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        options: RLOptions,
+        arena: Arena,
+        *,
+        rows: Rows,
+        ranks: Ranks | None = None,
+        lessons: Lessons | None = None,
+    ) -> None:
         super().__init__(options, rows, ranks=ranks)
-        self.arena = arena
+        self.arena, self.lessons = arena, lessons
         self._metrics: dict[str, float] = {}
 
     def collect(self, step: int) -> Collected:
@@ -193,8 +196,11 @@ class Episodes(OfRows):
         state, chosen, timer = self.state_at(step), self.take(), self.arena.timer
         rows = {number: self.rows[i] for number, i in chosen.items()}
         groups = {number: step * o.prompts + number for number in chosen}
+        how: dict[str, Any] = {"n": o.samples, "seed": o.seed, "step": step, "groups": groups}
+        if self.lessons is not None:
+            how |= {"recall": self.lessons.pool.recall, "guided": self.lessons.guided(o.samples)}
         with timer.phase("generate"):
-            episodes = self.arena.play(rows, o.sampling, n=o.samples, seed=o.seed, step=step, groups=groups)
+            episodes = self.arena.play(rows, o.sampling, **how)
         with timer.phase("reward"):
             sides = self.arena.score(episodes, state=state, groups=groups)
         if not sides:
@@ -204,6 +210,11 @@ class Episodes(OfRows):
             )
         ended = _ended(episodes, [(side, _result(side)) for side in sides], self.ranks)
         self._metrics = _measured(ended, self.arena.players)
+        lines: list[dict[str, Any]] = []
+        if self.lessons is not None:
+            with timer.phase("lessons"):
+                lines, more = self.lessons.learn(step, sides)
+            self._metrics |= more
         texts = [self.arena.texts(side) for side in sides]
         flat = [(t, side, *text) for side, text in zip(sides, texts, strict=True) for t in side.trajectories]
         return Collected(
@@ -214,11 +225,23 @@ class Episodes(OfRows):
             rows=[chosen[side.row] for _, side, *_ in flat],
             seed=o.seed,
             messages=[side.episode.sides[side.player].messages for _, side, *_ in flat],
+            lessons=lines,
         )
 
     def take_metrics(self) -> dict[str, float]:
         """What is known of the last step's episodes beside their scores."""
         return self._metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the rows, and the lessons."""
+        lessons = {} if self.lessons is None else {"lessons": self.lessons.pool.state_dict()}
+        return super().state_dict() | lessons
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        super().load_state_dict(state)
+        if self.lessons is not None:
+            self.lessons.pool.load_state_dict(state.get("lessons"))
 
 
 class EpisodeEvaluator(HeldOut):

@@ -46,6 +46,8 @@ def check_paths(options: Any) -> None:
             raise UserError(f"there is no file or folder {value}{_near(value)}")
         elif name in _REWARDS and ":" not in value and _is_path(value) and not _is_there(value):
             raise UserError(f"reward {value!r}: there is no such run{_near(value)}")
+        elif name == "by" and value.rpartition(":")[0].endswith(".py"):
+            _check_source("lessons.by", value)
         elif name in (*_REWARDS, "env"):
             _check_source("environment" if name == "env" else name, value)
         elif name in _RUNS and not _is_there(value) and not (reads_addresses and "://" in value):

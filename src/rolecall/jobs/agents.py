@@ -123,10 +123,9 @@ def _check_here(options: AgentOptions, why: str) -> None:
 
 
 def _open_programs(source: str | Program, options: AgentOptions, stack: ExitStack) -> Programs:
-    if options.when_full == "cut":
-        raise UserError(
-            "agent.when_full cut is for environments: a program keeps its conversation itself; leave it out"
-        )
+    if options.manager != "append":
+        given = "when_full cut" if options.when_full == "cut" else f"context {options.context}"
+        raise UserError(f"agent.{given} is for environments: a program keeps its conversation itself; leave it out")
     _check_here(options, "programs call back to this machine")
     return stack.enter_context(Programs(source, options))
 

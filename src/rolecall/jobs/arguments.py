@@ -62,6 +62,10 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
         value = found.pop(name, None)
         if value is not None and (given := wrapped(value)) != ():
             found["eval.data" if name == "eval_data" else name] = given
+    if isinstance(found.get("lessons"), Mapping):
+        found |= {f"lessons.{name}": value for name, value in found.pop("lessons").items()}
+    if callable(found.get("lessons.by")):
+        found["lessons.by"] = GivenObject(name_of(found["lessons.by"]), found["lessons.by"])
     return _with_model(found)
 
 
