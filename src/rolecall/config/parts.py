@@ -209,11 +209,15 @@ class TrainerOptions:
             raise ValueError("train.offload is for parts of a sharded model: give train.shard fsdp2 too")
 
 
+SERVED_ONLY = ("vllm", "sglang")
+"""Engines that are found behind servers only, and have kernels of their own."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """What samples the answers."""
 
-    name: Literal["auto", "native", "hf", "vllm"] = "auto"
+    name: Literal["auto", "native", "hf", "vllm", "sglang"] = "auto"
     """`native` for Llama-family models, `hf` for every other; `auto` chooses. Of servers: what they run, found out by `auto`."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """The sampler's dtype; the model's if not given. Of servers: theirs, found out if not given."""
@@ -246,8 +250,8 @@ class EngineOptions:
         if self.servers:
             object.__setattr__(self, "servers", tuple(url for given in self.servers for url in given.split(",")))
             self._check_servers()
-        elif self.weights_directory is not None or self.name == "vllm":
-            given = "name vllm" if self.weights_directory is None else "weights_directory"
+        elif self.weights_directory is not None or self.name in SERVED_ONLY:
+            given = f"name {self.name}" if self.weights_directory is None else "weights_directory"
             raise ValueError(f"engine.{given} is for servers: give engine.servers too")
         if self.cluster != "none" and not self.workers:
             raise ValueError(f"engine.cluster {self.cluster} says where engine.workers are: give their number too")

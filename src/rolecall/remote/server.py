@@ -95,10 +95,7 @@ class Server:
 
     async def answer(self, requests: Sequence[Request], *, version: int, seconds: float | None) -> list[Completion]:
         """The answers by weights of this version, as many as were asked for."""
-        try:
-            found = await self._alive(self.dialect.generate(self.call, requests, seconds=seconds))
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise ServerLostError(f"its answer cannot be read ({type(error).__name__}: {error})") from error
+        found = await self._alive(self.dialect.generate(self.call, requests, seconds=seconds))
         asked = [(r.prompt, r.first_sample + i) for r in requests for i in range(r.n)]
         if [(c.prompt, c.sample) for c in found] != asked:
             raise ServerLostError("it answered other requests than those it was asked")
@@ -198,12 +195,16 @@ class Server:
                 if done:
                     return task.result()
                 await self._beat()
+        except UserError:
+            raise
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise ServerLostError(f"its answer cannot be read ({type(error).__name__}: {error})") from error
         finally:
             task.cancel()
 
     async def _beat(self) -> None:
         try:
-            await self.call("GET", "/health", seconds=self.silence)
+            await self.call("GET", self.dialect.sign_of_life, seconds=self.silence)
         except ServerRefusedError as error:
             raise ServerLostError(str(error)) from error
 

@@ -16,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from rolecall.errors import UserError
-from rolecall.remote.dialect import About, Call, Dialect, Published, ServerLostError, ServerRefusedError
+from rolecall.remote.dialect import About, Call, Dialect, Published, ServerLostError, ServerRefusedError, lacks
 from rolecall.types import Completion, Finish, Request, Sampling
 
 _log = logging.getLogger("rolecall.rollout")
@@ -183,7 +183,7 @@ async def _endpoint(call: Call, method: str, path: str, body: Mapping[str, Any] 
     except ServerRefusedError as error:
         if error.status not in (404, 405):
             raise
-        raise UserError(f"it has no {path}, which weights and tokens need; {_START}, or see docs/vllm.md") from error
+        raise lacks(path, _START) from error
 
 
 def seed_of(request: Request) -> int:
