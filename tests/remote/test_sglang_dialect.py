@@ -242,13 +242,11 @@ def test_it_samples_from_the_weights_that_train_and_repeats_itself(url):
             engine.generate(requests(1, top_k=5))
 
 
-def test_a_run_on_it_is_weighed_recorded_and_repeated(url, tmp_path):
+def test_a_run_on_it_is_weighed_and_recorded(url, tmp_path):
     """Its kernels are its own, so the ratio to the trainer weighs every answer, unless that is turned off."""
     how = {"model": "tiny", "reward": REWARD, "steps": 2, "prompts": 2, "samples": 4, "quiet": True}
     how |= {"sampling": {"max_new_tokens": 8}, "optim": {"lr": 1e-3}, "engine": {"servers": [url]}}
     one = rolecall.rl(out=str(tmp_path / "one"), **how)
-    two = rolecall.rl(out=str(tmp_path / "two"), **how)
-    assert (one.path / "model/model.safetensors").read_bytes() == (two.path / "model/model.safetensors").read_bytes()
     for line in one.metrics:
         assert line["sampling/weight"] == pytest.approx(1.0, abs=1e-3)
         assert line["sampling/sampling_logp_difference/mean"] < 1e-4
@@ -293,11 +291,11 @@ def test_a_server_that_does_otherwise_is_noticed_before_the_first_step(kind, sen
     with torch.no_grad():  # the built-in model is all but uniform, whatever the temperature
         for parameter in loaded.model.parameters():
             parameter.mul_(2.0)
-    options = Options()
-    with serving(app_of(kind=kind)) as address, pytest.raises(UserError, match=sentence):
-        options.engine = EngineOptions(servers=(address,), worker_silence=10.0)
+    with serving(app_of(kind=kind)) as address:
+        options = Options(address)
         options.sampling = replace(options.sampling, temperature=0.5)
-        sampler(loaded, options)
+        with pytest.raises(UserError, match=sentence):
+            sampler(loaded, options)
 
 
 def test_one_that_a_killed_run_left_paused_goes_on():

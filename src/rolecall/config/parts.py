@@ -78,7 +78,7 @@ class RewardProcessOptions:
     reward_deadline: float = 60.0
     """Seconds a reward function may take before it is killed and its sample counted as failed."""
     reward_network: bool = False
-    """Let reward functions use the network, for a judge behind an HTTP address, also one on this machine."""
+    """Let reward functions use the network, for a service behind an HTTP address, also one on this machine. `judge:URL` needs no leave."""
     reward_variables: tuple[str, ...] = ()
     """Environment variables that reward functions see beside the usual ones (PATH, HOME, caches, thread counts), such as
     OPENAI_API_KEY."""
@@ -356,7 +356,7 @@ class AnsweringOptions(RewardProcessOptions):
     """What every command says that samples answers to prompts and scores them."""
 
     reward: tuple[str, ...] = ()
-    """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its
+    """Reward functions: file.py:name, module:name, a built-in verifier; a reward model's run; or judge:URL (docs/rewards.md). A task brings its
     own, which is also called `task`."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward; 1 each if not given."""
