@@ -32,6 +32,9 @@ class AgentOptions:
     """Let those environments and their tools use the network."""
     variables: tuple[str, ...] = ()
     """Environment variables that those environments see beside the usual ones (PATH, HOME, caches, thread counts)."""
+    frozen: tuple[str, ...] = ()
+    """Players of a game who do not learn, each as PLAYER=MODEL: the address of an OpenAI-compatible API, or whatever `model` may be, such
+    as an earlier run. Repeat the flag for several."""
     prompt: str | None = field(default=None, metadata={"flag": "env.prompt"})
     """gym:ID: what the policy reads before the first observation, in place of the environment's own description."""
 
@@ -43,5 +46,9 @@ class AgentOptions:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"agent.{name} must be above 0, got {value}; leave it out for no such limit")
+        names = [given.partition("=")[0] for given in self.frozen]
+        for given in self.frozen:
+            if not all(given.partition("=")) or names.count(given.partition("=")[0]) > 1:
+                raise ValueError(f"agent.frozen wants each player once, as PLAYER=MODEL, got {given!r}")
         if not self.deadline > 0:
             raise ValueError(f"agent.deadline must be above 0 seconds, got {self.deadline}")

@@ -114,7 +114,7 @@ def _episodes(options: EvalOptions, env: EnvSource, source: str | None, learned:
         chosen = head(found, options.n)
         sources = options.reward or tuple(learned.get("reward", ()))
         reward: Reward = open_reward(sources, None, stack, options, rows=chosen) if sources else EnvOnly()
-        envs = open_envs(env, options.agent, stack)
+        envs = open_envs(env, options.agent, stack, options.sampling)
         policy = open_model(options.model, **reading(options.policy))
         chat = learnt.filled(options.chat)
         arena = open_arena(
