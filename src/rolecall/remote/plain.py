@@ -3,6 +3,7 @@ none of its tokens can be trained."""
 
 import asyncio
 import hashlib
+import logging
 import os
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
@@ -14,6 +15,8 @@ from rolecall.errors import UserError
 from rolecall.remote.connection import Background, Connection
 from rolecall.remote.dialect import ServerLostError, ServerRefusedError
 from rolecall.types import Sampling
+
+_log = logging.getLogger("rolecall")
 
 _AT_ONCE = 64
 """Requests that a server is given at a time."""
@@ -57,11 +60,19 @@ class PlainServer:
         return model or found[0]
 
     def answers(
-        self, prompts: Sequence[Any], sampling: Sampling, *, n: int, seed: int, template: Mapping[str, Any]
+        self,
+        prompts: Sequence[Any],
+        sampling: Sampling,
+        *,
+        n: int,
+        seed: int,
+        template: Mapping[str, Any],
+        lenient: bool = False,
     ) -> list[list[TextAnswer]]:
-        """n answers to each prompt, a text or messages; `template` is what a chat template is told."""
+        """n answers to each prompt, a text or messages; `template` is what a chat template is told. `lenient`: none where the server
+        failed, which is a warning, unless it failed every time."""
         asked = [self.ask(p, sampling, n=n, seed=_seed(seed, i), template=template) for i, p in enumerate(prompts)]
-        return self._background.run(_all(asked))
+        return self._background.run(_all(asked, lenient=lenient))
 
     def begin(self, prompt: Any, sampling: Sampling, *, seed: int, seconds: float) -> "Future[TextAnswer]":
         """Ask for one answer, and do not wait for it: at most so many seconds from when the server is asked."""
@@ -135,8 +146,16 @@ class PlainServer:
         self._background.close()
 
 
-async def _all(asked: Sequence[Coroutine[Any, Any, list[TextAnswer]]]) -> list[list[TextAnswer]]:
-    return list(await asyncio.gather(*asked))
+async def _all(asked: Sequence[Coroutine[Any, Any, list[TextAnswer]]], *, lenient: bool) -> list[list[TextAnswer]]:
+    if not lenient:
+        return list(await asyncio.gather(*asked))
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    failed = [error for error in found if isinstance(error, BaseException)]
+    if failed and (len(failed) == len(found) or not isinstance(failed[0], UserError)):
+        raise failed[0]
+    if failed:
+        _log.warning("%d of %d prompts have no answer: %s", len(failed), len(found), failed[0])
+    return [[] if isinstance(answers, BaseException) else answers for answers in found]
 
 
 def _meaning(error: ServerRefusedError) -> str:
