@@ -60,6 +60,7 @@ def place(tmp_path_factory):
         (scope,) = [text for text in blocks(ROOT / "docs/quickstart.md", "python") if "data.jsonl" in text]
         exec(scope)
         shutil.copy("data.jsonl", "prompts.jsonl")
+        Path("demos.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n' * 4)
         Path("rewards.py").write_text(REWARDS)
         (env,) = [text for text in blocks(ROOT / "docs/agents.md", "python") if "class Higher" in text]
         Path("higher.py").write_text(env)

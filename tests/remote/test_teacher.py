@@ -65,7 +65,7 @@ def test_whole_answers_become_demonstrations_that_sft_learns_from(url, rows, tmp
     out = tmp_path / "demos.jsonl"
     assert main(["generate", "--model", url, "--rows", rows, "--count", "7", "--out", str(out)]) == 0
     said = capsys.readouterr()
-    assert said.out == ""
+    assert said.out == f"4 of 6 answers are in {out}\n"
     assert f"6 answers (5 stop, 1 length) (tiny at {url})" in said.err
     assert "1 of 7 prompts have no answer: " in caplog.text + said.err
     assert written(out) == [{"prompt": f"{i}+1=", "level": i, "completion": str(i + 1)} for i in (1, 2, 6, 7)]

@@ -157,6 +157,8 @@ def generate(options: GenerateOptions) -> None:
             else [visible_text(answer.text)]
         )
         print("\n".join(shown))
+    if options.out is not None:
+        print(f"{generated.written} of {len(generated.answers)} answers are in {options.out}")
     sys.stdout.flush()
     print(_summary(generated), file=sys.stderr)
 

@@ -1,7 +1,6 @@
 """Answers from a model."""
 
 import json
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ from rolecall.rollout.native import NativeEngine
 from rolecall.rollout.open import open_engine
 from rolecall.tasks.streams import head
 from rolecall.types import Completion, Finish, Request, Trajectory
-
-_log = logging.getLogger("rolecall")
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """A text, or messages with "role" and "content"."""
@@ -104,7 +101,9 @@ class Generated:
     seconds: float
     """Time in the engine, loading not included."""
     engine: str
-    """The engine that sampled."""
+    """The engine that sampled, or the model and its address."""
+    written: int = 0
+    """Answers in the file `out`."""
 
 
 def generate(options: GenerateOptions | None = None, /, **settings: Any) -> list[Answer | ServedAnswer]:
@@ -151,8 +150,8 @@ def run(options: GenerateOptions) -> Generated:
     seconds = time.perf_counter() - start
     answers = tuple(_answer(loaded, rows[c.prompt]["prompt"], requests[c.prompt], c) for c in completions)
     name = "native" if isinstance(engine, NativeEngine) else "hf"
-    _write(options, rows, answers, chat=lambda prompt: _chats(loaded, prompt, options, learnt))
-    return Generated(answers=answers, seconds=seconds, engine=f"{name} engine, {options.dtype}")
+    written = _write(options, rows, answers, chat=lambda prompt: _chats(loaded, prompt, options, learnt))
+    return Generated(answers=answers, seconds=seconds, engine=f"{name} engine, {options.dtype}", written=written)
 
 
 def _rows(options: GenerateOptions) -> list[dict[str, Any]]:
@@ -185,8 +184,9 @@ def _behind_api(options: GenerateOptions, rows: Sequence[Mapping[str, Any]]) -> 
         for i, several in enumerate(found)
         for k, said in enumerate(several)
     )
-    _write(options, rows, answers, chat=lambda prompt: bool(options.chat))
-    return Generated(answers=answers, seconds=time.perf_counter() - start, engine=f"{server.model} at {server.url}")
+    written = _write(options, rows, answers, chat=lambda prompt: bool(options.chat))
+    seconds, engine = time.perf_counter() - start, f"{server.model} at {server.url}"
+    return Generated(answers=answers, seconds=seconds, engine=engine, written=written)
 
 
 def _as_read(prompt: Prompt, options: GenerateOptions, *, chat: bool) -> Any:
@@ -205,10 +205,10 @@ def _write(
     answers: Sequence[Answer | ServedAnswer],
     *,
     chat: Callable[[Prompt], bool],
-) -> None:
-    """Demonstrations: the prompt as the model read it, and its answer."""
+) -> int:
+    """Demonstrations: the prompt as the model read it, and its answer. How many there are."""
     if options.out is None:
-        return
+        return 0
     whole = [answer for answer in answers if answer.text and not answer.finish.truncated]
     if not whole:
         raise UserError(
@@ -221,7 +221,7 @@ def _write(
         said = answer.text if isinstance(prompt, str) else [{"role": "assistant", "content": answer.text}]
         lines.append(json.dumps({**rows[answer.group], "prompt": prompt, "completion": said}) + "\n")
     write_atomically(Path(options.out).expanduser(), "".join(lines).encode())
-    _log.info("%d of %d answers are in %s", len(whole), len(answers), options.out)
+    return len(whole)
 
 
 def prompt_ids(
