@@ -213,4 +213,6 @@ def refusal(error: ServerRefusedError) -> str:
     """What a refusal means for the user."""
     if error.status in (401, 403):
         return f"{error}; give the server's key in the environment variable ROLECALL_SERVER_KEY"
+    if error.status in (404, 405):
+        return f"it answers {error.status}: {error}; as it is, it can be evaluated (`rolecall eval --model URL/v1`), not trained with"
     return f"it answers {error.status}: {error}"
