@@ -60,6 +60,7 @@ def place(tmp_path_factory):
         (scope,) = [text for text in blocks(ROOT / "docs/quickstart.md", "python") if "data.jsonl" in text]
         exec(scope)
         shutil.copy("data.jsonl", "prompts.jsonl")
+        Path("demos.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n' * 4)
         Path("rewards.py").write_text(REWARDS)
         (env,) = [text for text in blocks(ROOT / "docs/agents.md", "python") if "class Higher" in text]
         Path("higher.py").write_text(env)
@@ -118,7 +119,7 @@ def served(monkeypatch):
     with ExitStack() as stack:
 
         def put(words):
-            if not any(word.startswith(SHOWN_ADDRESS) for word in words):
+            if not any(SHOWN_ADDRESS in word for word in words):
                 return words
             address = stack.enter_context(serving(app_of()))
             return [word.replace(SHOWN_ADDRESS, address) for word in words]

@@ -76,7 +76,7 @@ def test_addresses_that_do_not_answer_are_named(url, monkeypatch):
 
 
 def test_an_address_is_no_model_to_train():
-    with pytest.raises(UserError, match="only `rolecall eval` takes a model behind one"):
+    with pytest.raises(UserError, match="only `rolecall eval` and `generate` take a model behind one"):
         check_paths(RLOptions(model="http://127.0.0.1:9/v1"))
     with pytest.raises(ValueError, match="served_model is one of an API"):
         EvalOptions(model="tiny", served_model="x")

@@ -354,7 +354,7 @@ class Player:
         if reply.context is not None:
             episode.sides[reply.speaker].restart(reply.context)
             episode.count("context_cuts")
-        for player, messages in reply.messages.items():
+        for player, messages in (*reply.opening.items(), *reply.messages.items()):
             episode.sides[player].hear(messages)
         if reply.done:
             episode.finish = Finish.MAX_TURNS if reply.truncated else Finish.ENVIRONMENT

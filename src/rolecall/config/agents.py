@@ -38,6 +38,9 @@ class AgentOptions:
     """Environment variables that those environments see beside the usual ones (PATH, HOME, caches, thread counts)."""
     cluster: Literal["none", "ray"] = "none"
     """`ray`: the workers of those environments run on the machines of a Ray cluster (docs/cluster.md)."""
+    frozen: tuple[str, ...] = ()
+    """Players of a game who do not learn, each as PLAYER=MODEL: the address of an OpenAI-compatible API, or whatever `model` may be, such
+    as an earlier run. Repeat the flag for several."""
     prompt: str | None = field(default=None, metadata={"flag": "env.prompt"})
     """gym:ID: what the policy reads before the first observation, in place of the environment's own description."""
 
@@ -51,6 +54,10 @@ class AgentOptions:
                 raise ValueError(f"agent.{name} must be above 0, got {value}; leave it out for no such limit")
         if self.when_full == "cut" and self.context not in ("append", "window"):
             raise ValueError(f"agent.when_full cut is agent.context window, and there is {self.context}: keep one")
+        names = [given.partition("=")[0] for given in self.frozen]
+        for given in self.frozen:
+            if not all(given.partition("=")) or names.count(given.partition("=")[0]) > 1:
+                raise ValueError(f"agent.frozen wants each player once, as PLAYER=MODEL, got {given!r}")
         if not self.deadline > 0:
             raise ValueError(f"agent.deadline must be above 0 seconds, got {self.deadline}")
 

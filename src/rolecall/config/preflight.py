@@ -70,7 +70,7 @@ def _named(options: Any) -> Iterator[tuple[str, str]]:
 def _check_api(options: Any, option: str, address: str) -> None:
     if not getattr(options, "behind_api", False) or option != "model":
         raise UserError(
-            f"{option} {address!r} is an address: only `rolecall eval` takes a model behind one; to sample from servers of the "
+            f"{option} {address!r} is an address: only `rolecall eval` and `generate` take a model behind one; to sample from servers of the "
             "model that trains, give engine.servers"
         )
 

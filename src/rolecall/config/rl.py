@@ -14,7 +14,7 @@ from rolecall.config.foreign_trl import TRL
 from rolecall.config.foreign_verl import VERL
 from rolecall.config.lessons import LessonOptions
 from rolecall.config.memory import memory_line
-from rolecall.config.parts import AnsweringOptions, TrainingOptions
+from rolecall.config.parts import SERVED_ONLY, AnsweringOptions, TrainingOptions
 from rolecall.config.plan import logits_line, passes_line, ranks_line
 from rolecall.config.rl_presets import PRESETS
 
@@ -194,7 +194,8 @@ class RLOptions(AnsweringOptions, TrainingOptions):
         engine, trainer = self.precisions
         if engine != trainer:
             return f"the engine samples in {engine} and the trainer computes in {trainer}"
-        return "the engine is vllm, with kernels of its own" if self.engine.name == "vllm" else None
+        kind = self.engine.name
+        return f"the engine is {kind}, with kernels of its own" if kind in SERVED_ONLY else None
 
     @property
     def fresh_weights(self) -> ReplayOptions | None:

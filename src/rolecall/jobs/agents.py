@@ -3,8 +3,10 @@
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
+from rolecall.agents.conversation import Dialect
 from rolecall.agents.environments import check_name
 from rolecall.agents.episodes import Arena
 from rolecall.agents.pool import EnvPool, Envs, Failure, LocalEnvs
@@ -15,14 +17,18 @@ from rolecall.config.parts import ChatOptions, HeldOutOptions
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
 from rolecall.jobs.data import check_templates, held_out, open_named
+from rolecall.jobs.models import open_model
+from rolecall.jobs.prompting import prompting_of
 from rolecall.policy.load import LoadedModel
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine
+from rolecall.rollout.open import open_engine
 from rolecall.tasks.agent_tasks import AGENT_TASKS
 from rolecall.tasks.names import find_task, is_task
 from rolecall.tasks.rows import ListRows, Rows
 from rolecall.tasks.sources import RowsSource, Splits
 from rolecall.train.timing import Timer
+from rolecall.types import Sampling
 from rolecall.workers.hosts import RayHosts
 
 _log = logging.getLogger("rolecall")
@@ -94,8 +100,53 @@ def _episode_rows(
     return train, test
 
 
-def open_envs(env: EnvSource, options: AgentOptions, stack: ExitStack) -> Envs | Programs:
-    """The environments: built-in ones in this process, all others in workers, and so are programs."""
+def open_envs(
+    env: EnvSource, options: AgentOptions, stack: ExitStack, sampling: Sampling | None = None
+) -> Envs | Programs:
+    """The environments: built-in ones in this process, all others in workers, and so are programs. `sampling` is how frozen
+    players draw."""
+    envs = _open_envs(env, options, stack)
+    voices = dict(given.split("=", 1) for given in options.frozen)
+    if not voices:
+        return envs
+    if isinstance(envs, Programs):
+        raise UserError("agent.frozen is for players of an environment: a program calls whom it likes; leave it out")
+    unknown = [player for player in voices if player not in envs.players]
+    if unknown or len(voices) == len(envs.players):
+        raise UserError(
+            f"agent.frozen: the players of {env_label(env)} are {', '.join(envs.players)}; "
+            + (f"{unknown[0]!r} is none of them" if unknown else "leave one that learns")
+        )
+    from rolecall.agents.frozen import FrozenEnvs  # and httpx, which nothing else needs
+
+    drawn = replace(sampling or Sampling(), stop_ids=None, logprobs="full")
+    how: dict[str, Any] = {"sampling": drawn, "seconds": options.deadline}
+    made = {player: _voice(model, stack, **how) for player, model in voices.items()}
+    return FrozenEnvs(envs, made, max_turns=options.max_turns)
+
+
+def _voice(model: str, stack: ExitStack, *, sampling: Sampling, seconds: float) -> Any:
+    """Where a frozen player's words come from."""
+    from rolecall.agents.frozen import ModelVoice, ServerVoice
+    from rolecall.remote.plain import PlainServer
+
+    if model.startswith(("http://", "https://")):
+        server = PlainServer(model)
+        stack.callback(server.close)
+        return ServerVoice(server, sampling, seconds=seconds)
+    loaded, chat = open_model(model), prompting_of(model).filled(ChatOptions())
+    if not loaded.has_chat_template:
+        raise UserError(f"agent.frozen: model {model!r} has no chat template, which a player needs")
+    dialect = Dialect(
+        tokenizer=loaded.tokenizer,
+        stop_ids=loaded.stop_ids,
+        template_kwargs=chat.chat_template_kwargs,
+        system_prompt=chat.system_prompt,
+    )
+    return ModelVoice(open_engine(loaded), dialect, sampling, context_length=loaded.context_length)
+
+
+def _open_envs(env: EnvSource, options: AgentOptions, stack: ExitStack) -> Envs | Programs:
     if isinstance(env, str):
         resolve_source(env, "environment")
         if not env:

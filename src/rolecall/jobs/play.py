@@ -56,7 +56,7 @@ def run(options: PlayOptions) -> list[Conversation]:
         train, test = episode_rows(source, options.rows, how, n=options.n, seed=options.seed, **prompts)
         found = train if test is None else test
         chosen = dict(enumerate(head(found, options.n)))
-        envs = open_envs(source, options.agent, stack)
+        envs = open_envs(source, options.agent, stack, options.sampling)
         policy = open_model(options.model, **reading(options.policy))
         chat = learnt.filled(options.chat)
         arena = open_arena(

@@ -235,7 +235,7 @@ def _asked(job: Job, timer: Timer) -> _Asked:
         reward = open_training_reward(replace(job, timer=timer), found)
     envs = None
     if played is not None:
-        envs = open_envs(played, options.agent, job.stack)
+        envs = open_envs(played, options.agent, job.stack, options.sampling)
         try_out(played, envs, found.train[0])
     return _Asked(train=found.train, test=found.test, reward=reward, test_reward=found.test_reward, envs=envs)
 
