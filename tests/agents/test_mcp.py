@@ -53,8 +53,6 @@ def test_a_server_with_an_address_is_shared_and_needs_a_network():
             EnvPool(name, workers=1)
     heard = [[text for who, _, text in spoken(e.trajectories(group=0)["agent"][0]) if who == "tool"] for e in found]
     assert sorted(heard) == [["42", "one"], ["42", "one one"]], "what one episode keeps, the next one sees"
-    with pytest.raises(EnvError, match="cannot be used"):
-        EnvPool(name, workers=1, network=True)
 
 
 def test_what_is_no_server_is_said_at_the_start(tmp_path):
