@@ -123,6 +123,12 @@ def sends_much(base_url, key, row):
         return {"reward": 1.0, "status": str(error)}
 
 
+def sends_nonsense(base_url, key, row):
+    said(base_url, key, GO)
+    calls = [(key, b"{"), (key, b'{"messages": 3}'), ("", {"messages": GO})]
+    return {"reward": 1.0, "statuses": [post(base_url, one, body)[0] for one, body in calls]}
+
+
 def borrows_a_key(base_url, key, row):
     said(base_url, key, GO)
     place = Path(row["place"])
