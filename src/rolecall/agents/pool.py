@@ -18,7 +18,6 @@ from rolecall.workers.pool import Broken, WorkerPool
 from rolecall.workers.process import Worker
 from rolecall.workers.walls import Walls
 
-
 _WAIT_S = 0.2
 """How long to wait for answers before whoever asks has a look at other things."""
 
