@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rolecall.agents.conversation import Dialect
+from rolecall.agents.judging import Judge, judged
 from rolecall.agents.play import Played, Player, Wanted
 from rolecall.agents.pool import Envs
 from rolecall.agents.programs import ProgramPlayer, Programs
@@ -20,6 +21,7 @@ from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel
 from rolecall.recipes.collect import Collected, OfRows
+from rolecall.recipes.credit import TURN_MARKS, TURN_REWARDS, TURN_STATES
 from rolecall.recipes.evaluate import EVALUATION_STEP, Evaluation, HeldOut, kl_to
 from rolecall.rewards.records import Reward, Sample, Scored
 from rolecall.rollout.engine import Engine
@@ -182,9 +184,12 @@ class Arena:
 class Episodes(OfRows):
     """The collector of episodes: prompts are taken from the rows in order, each is played `samples` times."""
 
-    def __init__(self, options: RLOptions, arena: Arena, *, rows: Rows, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, options: RLOptions, arena: Arena, *, rows: Rows, ranks: Ranks | None = None, judge: Judge | None = None
+    ) -> None:
+        """`judge` is asked about turns of which no reward function says something."""
         super().__init__(options, rows, ranks=ranks)
-        self.arena = arena
+        self.arena, self.judge = arena, judge
         self._metrics: dict[str, float] = {}
 
     def collect(self, step: int) -> Collected:
@@ -197,6 +202,8 @@ class Episodes(OfRows):
             episodes = self.arena.play(rows, o.sampling, n=o.samples, seed=o.seed, step=step, groups=groups)
         with timer.phase("reward"):
             sides = self.arena.score(episodes, state=state, groups=groups)
+            if o.algorithm.credit != "episode":
+                sides = self._with_turns(sides)
         if not sides:
             why = next((e.failure for e in episodes if e.failure), "no player had a turn")
             raise UserError(
@@ -219,6 +226,20 @@ class Episodes(OfRows):
     def take_metrics(self) -> dict[str, float]:
         """What is known of the last step's episodes beside their scores."""
         return self._metrics
+
+    def _with_turns(self, sides: Sequence[Side]) -> list[Side]:
+        """With what turns were given, where they were taken and how they are judged, for credit turn by turn."""
+        found = [dict[str, Any](side.scored.extras) for side in sides]
+        for side, extras in zip(sides, found, strict=True):
+            if turns := side.episode.turns.get(side.player):
+                extras[TURN_REWARDS], extras[TURN_STATES] = [t.reward for t in turns], [t.state for t in turns]
+        unjudged = [i for i, extras in enumerate(found) if TURN_MARKS not in extras]
+        if self.judge is not None and unjudged:
+            asked = [(sides[i].episode.sides[sides[i].player].messages, sides[i].scored.total) for i in unjudged]
+            for i, marks in zip(unjudged, judged(asked, self.judge), strict=True):
+                found[i][TURN_MARKS] = marks
+        pairs = zip(sides, found, strict=True)
+        return [replace(side, scored=replace(side.scored, extras=extras)) for side, extras in pairs]
 
 
 class EpisodeEvaluator(HeldOut):

@@ -57,6 +57,16 @@ class Spoken(Protocol):
 
 
 @dataclass(slots=True)
+class PlayedTurn:
+    """What is known of a turn beside its tokens."""
+
+    state: int
+    """What the policy had read since its last turn, as a number: equal texts are equal states."""
+    reward: float = 0.0
+    """What the environment gave for it."""
+
+
+@dataclass(slots=True)
 class Played:
     """An episode, while it is played and afterwards."""
 
@@ -77,6 +87,8 @@ class Played:
     """What reward functions see of the environment."""
     version: int = 0
     """The weights that played."""
+    turns: dict[str, list[PlayedTurn]] = field(default_factory=dict)
+    """Each player's turns, where an environment answers them."""
 
     def count(self, name: str, value: float = 1.0) -> None:
         """Add to a count."""
@@ -245,7 +257,9 @@ class Player:
         episode.count("turns")
         if completion.finish is Finish.LENGTH:
             episode.count("cut_turns")
-        return episode.sides[episode.speaker].say(completion)
+        side = episode.sides[episode.speaker]
+        episode.turns.setdefault(episode.speaker, []).append(PlayedTurn(state=side.state))
+        return side.say(completion)
 
     def _heard(self, episode: _Episode, answer: Reply | Failure) -> None:
         """Take in what the environment said, and end the episode if it or a limit does."""
@@ -274,6 +288,8 @@ class Player:
             return None
         for player, reward in reply.rewards.items():
             episode.rewards[player] = episode.rewards.get(player, 0.0) + reward
+            if player in episode.turns:
+                episode.turns[player][-1].reward += reward
         for name, value in reply.counts.items():
             episode.count(name, value)
         episode.view = reply.view

@@ -1,12 +1,13 @@
 """Environments and their rows from the names a user gives."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 from rolecall.agents.environments import check_name
 from rolecall.agents.episodes import Arena
+from rolecall.agents.judging import Judge, policy_judge, served_judge
 from rolecall.agents.pool import EnvPool, Envs, Failure, LocalEnvs
 from rolecall.agents.programs import PREFIX, Program, Programs
 from rolecall.config.agents import AgentOptions
@@ -16,6 +17,8 @@ from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
 from rolecall.jobs.data import check_templates, held_out, open_named
 from rolecall.policy.load import LoadedModel
+from rolecall.recipes.rendering import rendered_prompt
+from rolecall.remote.plain import PlainServer
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.agent_tasks import AGENT_TASKS
@@ -160,6 +163,20 @@ def open_arena(
             f"agent.context_tokens is {options.context_tokens} but the model's context is {policy.context_length}"
         )
     return Arena(policy=policy, engine=engine, envs=envs, reward=reward, options=options, chat=chat, timer=timer)
+
+
+def open_turn_judge(options: RLOptions, policy: LoadedModel, engine: Engine) -> Judge | None:
+    """Who judges turns, if anybody is asked."""
+    who = options.algorithm.credit_judge
+    if who is None:
+        return None
+    if who != "policy":
+        return served_judge(PlainServer(who))
+
+    def render(text: str) -> Sequence[int]:
+        return rendered_prompt({"prompt": [{"role": "user", "content": text}]}, policy=policy, chat=options.chat).ids
+
+    return policy_judge(policy, engine, render)
 
 
 def check_episodes(options: RLOptions) -> None:

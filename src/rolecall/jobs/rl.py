@@ -15,7 +15,16 @@ from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
 from rolecall.experience.parquet import StoreError
 from rolecall.experience.stored import RolloutStore
-from rolecall.jobs.agents import EnvSource, check_episodes, env_source, episode_rows, open_arena, open_envs, try_out
+from rolecall.jobs.agents import (
+    EnvSource,
+    check_episodes,
+    env_source,
+    episode_rows,
+    open_arena,
+    open_envs,
+    open_turn_judge,
+    try_out,
+)
 from rolecall.jobs.building import Built, Job, build_policy, loop_options, prepared
 from rolecall.jobs.data import PromptRows, check_prompts, open_judge, open_training_reward, prompt_rows, steps_of
 from rolecall.jobs.models import as_served, engine_dtype, fingerprint, open_policy, open_reward_model, sampler
@@ -173,7 +182,8 @@ def _collector(options: RLOptions, asked: _Asked, ranks: Ranks, arena: Arena | N
     assert asked.train is not None
     if arena is None:
         return Answers(options, rows=asked.train, ranks=ranks, **parts)
-    return Episodes(options, arena, rows=asked.train, ranks=ranks)
+    judge = open_turn_judge(options, parts["policy"], parts["engine"])
+    return Episodes(options, arena, rows=asked.train, ranks=ranks, judge=judge)
 
 
 def _ahead(job: Job, options: RLOptions, asked: _Asked, ranks: Ranks, **parts: Any) -> Ahead:
