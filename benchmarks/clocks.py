@@ -23,7 +23,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rolecall.agents.conversation import Dialect
-from rolecall.agents.play import Player, Wanted
+from rolecall.agents.play import Player
+from rolecall.agents.played import Wanted
 from rolecall.agents.pool import EnvPool, Failure
 from rolecall.agents.replies import Reply
 from rolecall.config.agents import AgentOptions

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from talking import TOKENIZER, encode, play, player, spoken, talker
 
 from rolecall.agents.context import COLUMN, QUESTION
-from rolecall.agents.play import Lesson, Wanted
+from rolecall.agents.played import Lesson, Wanted
 from rolecall.config.agents import AgentOptions
 from rolecall.errors import UserError
 from rolecall.experience.batches import collate

@@ -12,7 +12,7 @@ import gateway_agents
 import pytest
 from talking import DIALECT, encode, spoken, talker
 
-from rolecall.agents.play import Wanted
+from rolecall.agents.played import Wanted
 from rolecall.agents.programs import ProgramPlayer, Programs
 from rolecall.config.agents import AgentOptions
 from rolecall.maths.roles import Role

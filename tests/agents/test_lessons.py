@@ -19,7 +19,8 @@ import rolecall
 from rolecall.agents.distil import Attempt, by_function, by_policy, by_server, chosen
 from rolecall.agents.embedding import by_embedding
 from rolecall.agents.lessons import LessonPool, Read
-from rolecall.agents.play import LESSONS, Lesson, Wanted
+from rolecall.agents.play import LESSONS
+from rolecall.agents.played import Lesson, Wanted
 from rolecall.config.lessons import LessonOptions
 from rolecall.errors import UserError
 from rolecall.experience.store import read_rollouts

@@ -11,10 +11,12 @@ Where the context is cut, or the template rewrites the past, a new sample begins
 is kept of the past is OBSERVATION, and the samples of an episode count as one sequence.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from hashlib import sha256
+from itertools import pairwise, takewhile
 from typing import Any
 
 from rolecall.agents.context import noted, notes_in, summary_of
@@ -179,6 +181,13 @@ class Conversation:
     def policy_tokens(self) -> int:
         """How many tokens the policy has written."""
         return sum(end - start for sample in (*self._earlier, self._sample) for start, end in sample.turns)
+
+    @property
+    def state(self) -> int:
+        """What was heard since the policy last spoke, as a number: the same texts give the same one."""
+        heard = takewhile(lambda message: message["role"] != "assistant", reversed(self.messages))
+        text = json.dumps([(message["role"], message["content"]) for message in heard])
+        return int.from_bytes(sha256(text.encode()).digest()[:7])
 
     def give(self, messages: Sequence[Message]) -> None:
         """The task's own messages, before anything was said."""

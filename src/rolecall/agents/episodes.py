@@ -1,17 +1,19 @@
 """Experience from episodes of several turns, and how good a policy is at them."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from rolecall.agents.conversation import Dialect
+from rolecall.agents.counted import Ended, ended_everywhere, measured, result_of
 from rolecall.agents.guided import Lessons
-from rolecall.agents.play import Played, Player, Recall, Side, Wanted, env_seed, report_failures
+from rolecall.agents.judging import Judge, with_turns
+from rolecall.agents.play import Player
+from rolecall.agents.played import Played, Recall, Side, Wanted, env_seed, report_failures
 from rolecall.agents.pool import Envs
 from rolecall.agents.programs import ProgramPlayer, Programs
 from rolecall.config.agents import AgentOptions
@@ -42,34 +44,6 @@ class EnvOnly:
     def take_metrics(self) -> dict[str, float]:
         """Nothing to tell."""
         return {}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Ended:
-    """What is counted of an episode, on whichever rank it was played."""
-
-    row: int
-    sample: int
-    finish: Finish | None
-    counts: Mapping[str, float]
-    sides: Mapping[str, "_Result"]
-    """Of each player who had a turn."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Result:
-    """What is counted of one side of an episode."""
-
-    total: float | None
-    """Its score."""
-    tokens: int
-    """That the policy wrote."""
-    samples: int
-    """Its trajectories."""
-    kl: Sequence[float] = ()
-    """Of each trajectory to the reference, where that is asked for."""
-    text: str = ""
-    """What was said, where it is shown."""
 
 
 class Arena:
@@ -212,9 +186,11 @@ class Episodes(OfRows):
         rows: Rows,
         ranks: Ranks | None = None,
         lessons: Lessons | None = None,
+        judge: Judge | None = None,
     ) -> None:
+        """`judge` is asked about turns of which no reward function says something."""
         super().__init__(options, rows, ranks=ranks)
-        self.arena, self.lessons = arena, lessons
+        self.arena, self.lessons, self.judge = arena, lessons, judge
         self._metrics: dict[str, float] = {}
 
     def collect(self, step: int) -> Collected:
@@ -227,16 +203,18 @@ class Episodes(OfRows):
         if self.lessons is not None:
             how |= {"recall": self.lessons.pool.recall, "guided": self.lessons.guided(o.samples)}
         episodes, sides = self.arena.play_and_score(rows, o.sampling, state=state, phase=self.arena.timer.phase, **how)
+        if o.algorithm.credit != "episode":
+            sides = with_turns(sides, self.judge)
         if not sides:
             why = next((e.failure for e in episodes if e.failure), "no player had a turn")
             raise UserError(
                 f"all {len(episodes)} episodes of step {step + 1} were broken off before the first turn: {why}"
             )
-        ended = _ended(episodes, [(side, _result(side)) for side in sides], self.ranks)
-        self._metrics = _measured(ended, self.arena.players)
+        ended = ended_everywhere(episodes, [(side, result_of(side)) for side in sides], self.ranks)
+        self._metrics = measured(ended, self.arena.players)
         lines: list[dict[str, Any]] = []
         if self.lessons is not None:
-            with timer.phase("lessons"):
+            with self.arena.timer.phase("lessons"):
                 lines, more = self.lessons.learn(step, sides)
             self._metrics |= more
         texts = [self.arena.texts(side) for side in sides]
@@ -283,16 +261,16 @@ class EpisodeEvaluator(HeldOut):
         totals = [side.total if side is not None else None for side in own]
         known = [total for total in totals if total is not None]
         numbers = {"reward": sum(known) / len(known)} if known else {}
-        measured = _measured(episodes, self.arena.players)
+        counted = measured(episodes, self.arena.players)
         sides = [side for episode in episodes for side in episode.sides.values()]
         numbers |= {
             "accuracy": sum(t >= 1 for t in known) / len(totals),
             "mean_length": sum(side.tokens for side in sides) / max(1, len(sides)),
-            "mean_turns": measured["agents/turns"],
+            "mean_turns": counted["agents/turns"],
             "clipped_ratio": sum(e.finish is not None and e.finish.truncated for e in episodes) / len(episodes),
             "failed": sum(t is None for t in totals) / len(totals),
         }
-        numbers |= {n.removeprefix("agents/"): v for n, v in measured.items() if n.startswith("agents/reward/")}
+        numbers |= {n.removeprefix("agents/"): v for n, v in counted.items() if n.startswith("agents/reward/")}
         if self.samples > 1:
             numbers |= self._sampled()
         prompts = [row.get("prompt", "") for row in self.rows]
@@ -316,7 +294,7 @@ class EpisodeEvaluator(HeldOut):
             numbers["kl"] = float(torch.tensor([kl for side in sides for kl in side.kl]).sum()) / len(sides)
         return numbers
 
-    def _play(self, sampling: Sampling, n: int, *, sampled: bool = False) -> list[_Ended]:
+    def _play(self, sampling: Sampling, n: int, *, sampled: bool = False) -> list[Ended]:
         """Every row n times, in order. Each rank plays its share of the rows, and all get what is counted of all."""
         rows = {i: self.rows[i] for i in self.ranks.share(range(len(self.rows)))}
         groups = {number: number for number in rows}
@@ -325,14 +303,14 @@ class EpisodeEvaluator(HeldOut):
         )
         self.arena.reward.take_metrics()  # so that what evaluations log and count is not mistaken for training's
         if not sampled:
-            results = [_result(side, text=self.arena.texts(side)[1]) for side in sides]
+            results = [result_of(side, text=self.arena.texts(side)[1]) for side in sides]
         elif self.reference is None:
-            results = [_result(side) for side in sides]
+            results = [result_of(side) for side in sides]
         else:
             trajectories = [t for side in sides for t in side.trajectories]
             each = iter(kl_to(self.reference, trajectories, temperature=self.sampling.scoring_temperature).tolist())
-            results = [_result(side, kl=[next(each) for _ in side.trajectories]) for side in sides]
-        return _ended(episodes, list(zip(sides, results, strict=True)), self.ranks)
+            results = [result_of(side, kl=[next(each) for _ in side.trajectories]) for side in sides]
+        return ended_everywhere(episodes, list(zip(sides, results, strict=True)), self.ranks)
 
 
 def _nothing() -> None:
@@ -367,42 +345,3 @@ def with_env(own: float | None, by_functions: Scored) -> Scored:
         failure = "the environment gave no reward, and there is no reward function"
     total = None if failure is not None else sum(parts)
     return Scored(scores={"env": own, **by_functions.scores}, total=total, failure=failure, extras=by_functions.extras)
-
-
-def _result(side: Side, **more: Any) -> _Result:
-    tokens = side.episode.sides[side.player].policy_tokens
-    return _Result(total=side.scored.total, tokens=tokens, samples=len(side.trajectories), **more)
-
-
-def _ended(episodes: Sequence[Played], sides: Sequence[tuple[Side, _Result]], ranks: Ranks) -> list[_Ended]:
-    """What is counted of the episodes of all ranks, in the order of one process."""
-    of: dict[int, dict[str, _Result]] = {id(episode): {} for episode in episodes}
-    for side, result in sides:
-        of[id(side.episode)][side.player] = result
-    own = [
-        _Ended(
-            row=episode.wanted.prompt,
-            sample=episode.wanted.sample,
-            finish=episode.finish,
-            counts=dict(episode.counts),
-            sides=of[id(episode)],
-        )
-        for episode in episodes
-    ]
-    return sorted(ranks.gather(own), key=lambda episode: (episode.row, episode.sample))
-
-
-def _measured(episodes: Sequence[_Ended], players: Sequence[str]) -> dict[str, float]:
-    """Means over episodes of what was counted, how they ended, and each player's reward where there are several."""
-    names = sorted({"turns", *(name for episode in episodes for name in episode.counts)})
-    ends = Counter(str(episode.finish) for episode in episodes)
-    found = {f"agents/{name}": sum(e.counts.get(name, 0.0) for e in episodes) / len(episodes) for name in names}
-    found |= {f"agents/finish/{finish}": ends[finish] / len(episodes) for finish in Finish if ends[finish]}
-    found["agents/samples"] = sum(s.samples for e in episodes for s in e.sides.values()) / len(episodes)
-    if len(players) > 1:
-        for player in players:
-            totals = [e.sides[player].total for e in episodes if player in e.sides]
-            known = [total for total in totals if total is not None]
-            if known:
-                found[f"agents/reward/{player}"] = sum(known) / len(known)
-    return found

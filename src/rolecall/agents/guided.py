@@ -6,7 +6,7 @@ from typing import Any
 
 from rolecall.agents.distil import Attempt, Distil, chosen
 from rolecall.agents.lessons import LessonPool, Read
-from rolecall.agents.play import Side
+from rolecall.agents.played import Side
 from rolecall.config.lessons import LessonOptions
 from rolecall.train.ranks import Ranks
 

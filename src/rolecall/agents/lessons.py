@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rolecall.agents.bm25 import ranked, words_of
-from rolecall.agents.play import Lesson
+from rolecall.agents.played import Lesson
 from rolecall.config.lessons import LessonOptions
 
 _ALIKE = 0.8

@@ -20,7 +20,8 @@ from typing import Any
 
 from rolecall.agents.conversation import Dialect
 from rolecall.agents.gateway import Gateway, Session
-from rolecall.agents.play import Drawn, Played, Wanted, dialect_of, drawn_for
+from rolecall.agents.play import Drawn, dialect_of, drawn_for
+from rolecall.agents.played import Played, Wanted
 from rolecall.agents.pool import Failure
 from rolecall.agents.verifiers_env import PREFIX as VERIFIERS
 from rolecall.agents.verifiers_env import check_verifiers

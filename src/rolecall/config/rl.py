@@ -75,6 +75,10 @@ class RLOptions(AnsweringOptions, TrainingOptions):
             raise ValueError(f"{name} compares the answers to a prompt: samples must be at least 2")
         if self.env is not None and self.algorithm.resample:
             raise ValueError("episodes of an environment are not drawn again: set algorithm.resample 0")
+        if self.env is None and self.from_run is None and self.algorithm.credit != "episode":
+            raise ValueError(
+                f"algorithm.credit {self.algorithm.credit} compares turns, and an answer to a row has one: give env too"
+            )
         if self.env is not None and name == "remax":
             raise ValueError("remax needs a greedy answer per prompt, which episodes of an environment lack: use rloo")
         if buffer is not None and buffer > self.sampling.max_new_tokens:
@@ -116,6 +120,10 @@ class RLOptions(AnsweringOptions, TrainingOptions):
         if replay.weigh_fresh and self.algorithm.old_source != "recompute" and self.sampled_now:
             raise ValueError(
                 "replay.weigh_fresh needs the trainer's own log-probs: set algorithm.old_logprobs recompute"
+            )
+        if replay.on and o.credit != "episode":
+            raise ValueError(
+                f"algorithm.credit {o.credit} needs what turns were given, which replay does not keep: leave one out"
             )
         if replay.normalise == "joint" and o.bootstrap_truncated:
             raise ValueError("replay.normalise joint does not go with algorithm.bootstrap_truncated: use separate")

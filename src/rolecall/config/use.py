@@ -209,6 +209,65 @@ class PlayOptions(ModelUseOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProposeOptions(ModelUseOptions):
+    """Rows that a model makes for an environment: kept if their solution solves them, they are new, and the policy solves them
+    now and then."""
+
+    command: ClassVar[str] = "propose"
+    env: str = field(metadata=AGENT_FLAG)
+    """The environment: calculator, guessing, file.py:Class, gym:ID."""
+    out: str
+    """The file of rows to write (.jsonl)."""
+    proposer: str = "policy"
+    """Who proposes: `policy`, the address of an OpenAI-compatible API, or file.py:function, which gets a list of questions
+    and returns a list of texts."""
+    rows: str | None = None
+    """Rows that are there already: shown to the proposer, and what new ones must differ from. Left out, the environment's own."""
+    given: int = 256
+    """How many of these at most."""
+    n: int = 64
+    """Proposals to ask for."""
+    explore: int = 2
+    """Rows, and how the policy played them, that the proposer reads each time."""
+    proposal_tokens: int = 256
+    """Longest proposal."""
+    share: float = 0.5
+    """The share of the written rows that are new ones, at most; the others are the given ones. 1: new ones alone."""
+    solved: float = 1.0
+    """An episode that was given this much in all has solved its row."""
+    words: float = 0.8
+    """Rows that share more than this part of their words are alike."""
+    meaning: float = 0.999
+    """Rows whose mean hidden states in the model have a larger cosine are alike."""
+    tries: int = 8
+    """Episodes of the policy that tell how hard a row is."""
+    hardest: float = 0.1
+    """Rows of which it solves a smaller share are too hard."""
+    easiest: float = 0.9
+    """Rows of which it solves a larger share are too easy."""
+    seed: int = 0
+    """The same seed gives the same rows, if the proposer does."""
+    overwrite: bool = False
+    """Replace the file that `out` names."""
+    json: bool = False
+    """Print what came of it as one JSON object."""
+    chat: ChatOptions = field(default_factory=ChatOptions)
+    agent: AgentOptions = field(default_factory=AgentOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+    def __post_init__(self) -> None:
+        for name in ("given", "n", "explore", "proposal_tokens", "tries"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share is a part of the rows, above 0 and at most 1, got {self.share:g}")
+        if not 0 <= self.hardest <= self.easiest <= 1:
+            raise ValueError(
+                f"hardest and easiest are shares of episodes, from 0 to 1 and in this order, got {self.hardest:g} and {self.easiest:g}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RescoreOptions(RewardProcessOptions):
     """Apply another reward to the answers a run has stored: `rolecall rescore runs/x --reward f`. Nothing is sampled, and
     the run stays as it is; what comes out is a new one, for `rolecall rl --from`."""

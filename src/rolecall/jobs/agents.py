@@ -1,7 +1,7 @@
 """Environments and their rows from the names a user gives."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from rolecall.agents.conversation import Dialect
 from rolecall.agents.environments import check_name
 from rolecall.agents.episodes import Arena
+from rolecall.agents.judging import Judge, policy_judge, served_judge
 from rolecall.agents.pool import EnvPool, Envs, Failure, LocalEnvs
 from rolecall.agents.programs import PREFIX, Program, Programs
 from rolecall.agents.verifiers_env import PREFIX as VERIFIERS
@@ -22,6 +23,8 @@ from rolecall.jobs.data import check_templates, held_out, open_named
 from rolecall.jobs.models import open_model
 from rolecall.jobs.prompting import prompting_of
 from rolecall.policy.load import LoadedModel
+from rolecall.recipes.rendering import rendered_prompt
+from rolecall.remote.plain import PlainServer
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine
 from rolecall.rollout.open import open_engine
@@ -229,6 +232,20 @@ def open_arena(
             f"agent.context_tokens is {options.context_tokens} but the model's context is {policy.context_length}"
         )
     return Arena(policy=policy, engine=engine, envs=envs, reward=reward, options=options, chat=chat, timer=timer)
+
+
+def open_turn_judge(options: RLOptions, policy: LoadedModel, engine: Engine) -> Judge | None:
+    """Who judges turns, if anybody is asked."""
+    who = options.algorithm.credit_judge
+    if who is None:
+        return None
+    if who != "policy":
+        return served_judge(PlainServer(who))
+
+    def render(text: str) -> Sequence[int]:
+        return rendered_prompt({"prompt": [{"role": "user", "content": text}]}, policy=policy, chat=options.chat).ids
+
+    return policy_judge(policy, engine, render)
 
 
 def check_episodes(options: RLOptions) -> None:

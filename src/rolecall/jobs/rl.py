@@ -15,7 +15,16 @@ from rolecall.errors import UserError
 from rolecall.experience.mirror import Mirror
 from rolecall.experience.parquet import StoreError
 from rolecall.experience.stored import RolloutStore
-from rolecall.jobs.agents import EnvSource, check_episodes, env_source, episode_rows, open_arena, open_envs, try_out
+from rolecall.jobs.agents import (
+    EnvSource,
+    check_episodes,
+    env_source,
+    episode_rows,
+    open_arena,
+    open_envs,
+    open_turn_judge,
+    try_out,
+)
 from rolecall.jobs.building import Built, Job, build_policy, loop_options, prepared
 from rolecall.jobs.data import PromptRows, check_prompts, open_judge, open_training_reward, prompt_rows, steps_of
 from rolecall.jobs.lessons import open_lessons
@@ -183,7 +192,8 @@ def _collector(
     if arena is None:
         return Answers(options, rows=asked.train, ranks=ranks, **parts)
     lessons = open_lessons(options, arena, ranks, job.stack)
-    return Episodes(options, arena, rows=asked.train, ranks=ranks, lessons=lessons)
+    judge = open_turn_judge(options, parts["policy"], parts["engine"])
+    return Episodes(options, arena, rows=asked.train, ranks=ranks, lessons=lessons, judge=judge)
 
 
 def _ahead(job: Job, options: RLOptions, asked: _Asked, ranks: Ranks, **parts: Any) -> Ahead:

@@ -4,9 +4,10 @@ The samples of an episode whose context was cut are joined wherever a sequence c
 advantages) and split again; for all others joining does nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from rolecall.policy.load import LoadedModel
 from rolecall.policy.model import Against, Outputs, PolicyModel
 from rolecall.policy.sharded import is_sharded
 from rolecall.recipes.algorithms import Algorithm, Coefficients
+from rolecall.recipes.credit import turn_fields
 from rolecall.recipes.experience import compared, or_nan
 from rolecall.recipes.replay import start_weights
 from rolecall.train.reference import Reference
@@ -95,10 +97,14 @@ class Preparer:
         make: Callable[[Coefficients], Algorithm],
         *,
         baselines: Sequence[float | None] | None = None,
+        extras: Sequence[Mapping[str, Any]] = (),
     ) -> Prepared:
-        """`make` gives the algorithm once the coefficients are complete; `baselines` are scores of greedy answers."""
+        """`make` gives the algorithm once the coefficients are complete; `baselines` are scores of greedy answers, `extras` what
+        else is known of each trajectory."""
         joined = Joined(trajectories)
         batch, known = self._judged(trajectories, totals, joined, source, baselines)
+        if self.options.algorithm.credit != "episode":
+            batch = replace(batch, **turn_fields(trajectories, extras, joined, width=batch.ids.shape[1]))  # type: ignore[arg-type]
         eligible = self.rule.eligible(batch.roles)
         batch, exact = self._with_logprobs(batch, eligible, source, joined)
         batch, kl = self._with_reference(batch, eligible, known, exact, source)

@@ -130,7 +130,13 @@ class RLLearner:
         with self.timer.phase("score"):
             totals = [s.total for s in found.scored]
             ready = self.prepare(
-                found.trajectories, totals, source, self._coefficients(), self._algorithm, baselines=found.baselines
+                found.trajectories,
+                totals,
+                source,
+                self._coefficients(),
+                self._algorithm,
+                baselines=found.baselines,
+                extras=[s.extras for s in found.scored],
             )
         rollout = Rollout(
             **{f.name: getattr(found, f.name) for f in dataclasses.fields(found)},
