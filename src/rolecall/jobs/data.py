@@ -8,10 +8,12 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from rolecall.config.given import resolve_source
 from rolecall.config.parts import ChatOptions, HeldOutOptions, RewardProcessOptions
 from rolecall.errors import UserError
-from rolecall.jobs.building import Job
+from rolecall.jobs.building import Job, shard_frozen
 from rolecall.jobs.models import reward_of_model
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.row_template import template_kwargs
@@ -162,7 +164,9 @@ def open_reward(
     only = chosen[0].source if isinstance(chosen[0], Named) else chosen[0]
     if len(chosen) == 1 and isinstance(only, str) and Path(only).expanduser().is_dir():
         device = getattr(limits, "device", "cpu").replace("auto", "cpu")  # that of a run is known by now
-        return reward_of_model(only, weight=1.0 if weights is None else weights[0], device=device)
+        scorer = reward_of_model(only, weight=1.0 if weights is None else weights[0], device=device)
+        shard_frozen(scorer.model, limits, torch.device(device), stack)
+        return scorer
     pool = stack.enter_context(RewardPool(chosen, weights=weights, **limits.reward_limits()))
     if timer is not None:
         pool.advance = timer.advance
