@@ -1,5 +1,6 @@
 """`--train.shard fsdp2`: what lies in parts on several processes is what one process has whole, and so are its checkpoints."""
 
+import hashlib
 import itertools
 import json
 import logging
@@ -8,7 +9,8 @@ import random
 import signal
 import threading
 import time
-from functools import partial
+from functools import partial, partialmethod
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from safetensors.torch import load_file
 
 from rolecall.cli import main
 from rolecall.policy.load import load
+from rolecall.policy.sharded import whole
 
 REWARD = """
 def letters(completions, **columns):
@@ -131,15 +134,39 @@ def files_of(run, step):
 LONG = [*CASES["ppo"], "--algorithm.reference_every", "2", "--save.every", "1"]
 
 
+def telling():
+    """Rank 0 says which tensors, put together again, its processes saved last and which they began with."""
+    from rolecall.train.parts import Parts
+
+    def told(real, name, self, *given):
+        real(self, *given)
+        found = {name: hash_of(whole(tensor)) for name, tensor in self._tensors().items()}
+        if self.ranks.number == 0:
+            Path(f"{name}-{self.ranks.count}.json").write_text(json.dumps(found))
+
+    Parts._save = partialmethod(partial(told, Parts._save, "save"))
+    Parts.read = partialmethod(partial(told, Parts.read, "read"))
+
+
+def hash_of(tensor):
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+
+
 def test_parts_of_one_number_of_processes_are_read_by_another(place):
     processes(1, place, *LONG, "--steps", "4", "--out", "whole")
-    processes(2, place, *LONG, "--out", "run", *SHARDED)
+    processes(2, place, *LONG, "--out", "run", *SHARDED, before=telling)
     saved = files_of(place / "run", 2)
     assert {name for name in saved if name.startswith("parts/")} == {
         f"parts/shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2)
     }
-    processes(1, place, "rl", "--resume", "--steps", "3", "--out", "run", "--quiet")
-    processes(4, place, "rl", "--resume", "--steps", "4", "--out", "run", "--quiet")
+    processes(1, place, "rl", "--resume", "--steps", "3", "--out", "run", "--quiet", before=telling)
+    processes(4, place, "rl", "--resume", "--steps", "4", "--out", "run", "--quiet", before=telling)
+    for before, after in ((2, 1), (1, 4)):
+        saved_by, read_by = (
+            json.loads((place / name).read_text()) for name in (f"save-{before}.json", f"read-{after}.json")
+        )
+        assert {name.partition(".")[0] for name in saved_by} == {"weights", "optimizer", "more"}
+        assert read_by == saved_by
     for name, tensor in model_of(place / "whole").items():
         torch.testing.assert_close(model_of(place / "run")[name], tensor, rtol=0, atol=1e-5)
     resumed = json.loads((place / "run/run.json").read_text())["resumed"]
