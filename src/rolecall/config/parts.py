@@ -8,6 +8,11 @@ from rolecall.config.plan import processes
 from rolecall.config.sampling import Sampling
 
 
+def split_at_commas(given: tuple[str, ...]) -> tuple[str, ...]:
+    """A list that may be given with commas, as several values, or both."""
+    return tuple(part for value in given for part in value.split(","))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Where a run lies and how it is started. None of these change what is learned."""
@@ -133,6 +138,7 @@ class PolicyOptions(LoadOptions):
     """Hold the model below a LoRA adapter in 8 bits, or in 4 (NF4): less memory, more time."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "lora_targets", split_at_commas(self.lora_targets))
         if self.quantize != "none" and self.lora_rank is None:
             raise ValueError(f"quantize {self.quantize} holds weights that do not train: give lora_rank too")
         if not 0 <= self.lora_dropout < 1:
@@ -244,7 +250,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         if self.servers:
-            object.__setattr__(self, "servers", tuple(url for given in self.servers for url in given.split(",")))
+            object.__setattr__(self, "servers", split_at_commas(self.servers))
             self._check_servers()
         elif self.weights_directory is not None or self.name == "vllm":
             given = "name vllm" if self.weights_directory is None else "weights_directory"
