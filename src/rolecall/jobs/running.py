@@ -283,9 +283,8 @@ def _accelerator(options: RunOptions, store: Any) -> Accelerator:
         rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         how: dict[str, Any] = {"store": store, "rank": rank, "world_size": count, "timeout": PATIENCE}
         kind = torch.device(options.device).type
-        if kind != "cpu" and getattr(
-            getattr(options, "train", None), "offload", ()
-        ):  # parts on the host are exchanged too
+        train: Any = getattr(options, "train", None)
+        if kind != "cpu" and train is not None and train.offload:  # parts on the host are exchanged, too
             how["backend"] = f"{kind}:{torch.distributed.get_default_backend_for_device(kind)},cpu:gloo"
         PartialState(cpu=options.device == "cpu", **how)
     return Accelerator(
