@@ -244,6 +244,9 @@ class EngineOptions:
     too."""
     server_patience: float = 300.0
     """Seconds that all servers may be out of reach before the run ends, with exit code 75."""
+    sync: Literal["directory", "broadcast"] = "directory"
+    """How servers get weights: they read files, or are sent them; or all of them at once by torch.distributed (gloo, or NCCL
+    on GPUs), for servers on other machines of a network that you trust (docs/servers.md)."""
     weights_directory: str | None = None
     """A directory that the servers see too, through which they get the weights. Left out: servers on this machine read a
     temporary one, others are sent the weights."""
@@ -252,8 +255,14 @@ class EngineOptions:
         if self.servers:
             object.__setattr__(self, "servers", split_at_commas(self.servers))
             self._check_servers()
-        elif self.weights_directory is not None or self.name == "vllm":
-            given = "name vllm" if self.weights_directory is None else "weights_directory"
+        elif self.weights_directory is not None or self.name == "vllm" or self.sync != "directory":
+            given = (
+                "name vllm"
+                if self.name == "vllm"
+                else "sync"
+                if self.weights_directory is None
+                else "weights_directory"
+            )
             raise ValueError(f"engine.{given} is for servers: give engine.servers too")
         if self.cluster != "none" and not self.workers:
             raise ValueError(f"engine.cluster {self.cluster} says where engine.workers are: give their number too")
@@ -275,6 +284,8 @@ class EngineOptions:
                 raise ValueError(f"engine.servers wants addresses such as http://127.0.0.1:8750, got {url!r}")
         if len(set(self.servers)) < len(self.servers):
             raise ValueError("engine.servers names the same server twice")
+        if self.sync == "broadcast" and self.weights_directory is not None:
+            raise ValueError("engine.weights_directory is for engine.sync directory: give one of the two")
         if not self.server_patience > 0:
             raise ValueError(f"engine.server_patience must be above 0 seconds, got {self.server_patience:g}")
         if processes() > len(self.servers):
