@@ -204,11 +204,11 @@ class TrainerOptions:
     """How the processes that torchrun starts hold the model."""
 
     shard: Literal["auto", "none", "ddp", "fsdp2"] = "auto"
-    """`ddp`: every process holds all of it. `fsdp2`: weights, gradients, optimiser, reference and critic lie in parts on
-    all of them. `none`: one process. `auto` is `none` for one process and `ddp` for several."""
+    """`ddp`: every process holds all of it. `fsdp2`: weights, gradients, optimiser, reference, critic and reward model lie
+    in parts on all of them. `none`: one process. `auto` is `none` for one process and `ddp` for several."""
     offload: tuple[Literal["reference", "optimizer"], ...] = ()
-    """With fsdp2 on an accelerator: what lies in the host's memory while it is not used. `optimizer` is the policy's
-    weights, gradients and moments."""
+    """With fsdp2 on an accelerator: what lies in the host's memory while it is not used. `reference` is the reference and a
+    reward model, `optimizer` the policy's weights, gradients and moments."""
 
     def __post_init__(self) -> None:
         if self.shard == "none" and processes() > 1:

@@ -8,10 +8,12 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from rolecall.config.given import resolve_source
 from rolecall.config.parts import ChatOptions, HeldOutOptions, RewardProcessOptions
 from rolecall.errors import UserError
-from rolecall.jobs.building import Job
+from rolecall.jobs.building import Job, shard_frozen
 from rolecall.jobs.models import reward_of_model
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.row_template import template_kwargs
@@ -204,7 +206,9 @@ def _whole(source: Any, weight: float, name: str, limits: RewardProcessOptions, 
     only = str(source.source if isinstance(source, Named) else source)
     if not only.startswith("judge:"):
         device = getattr(limits, "device", "cpu").replace("auto", "cpu")  # that of a run is known by now
-        return reward_of_model(only, weight=weight, name=name, device=device)
+        scorer = reward_of_model(only, weight=weight, name=name, device=device)
+        shard_frozen(scorer.model, limits, torch.device(device), stack)
+        return scorer
     from rolecall.remote.judge import Judge  # and httpx, which nothing else needs
 
     judge = Judge(only, name=name, weight=weight, seconds=limits.reward_deadline)

@@ -203,6 +203,11 @@ def _ahead(job: Job, options: RLOptions, asked: _Asked, ranks: Ranks, **parts: A
             "algorithm.resample lets the processes of a job agree on further prompts, which they cannot while they train: "
             "leave out async.ahead, or algorithm.resample"
         )
+    if asked.envs is not None and job.accelerator.num_processes > 1:
+        raise UserError(
+            "episodes are counted over all processes of a job, which cannot meet while they train: leave out async.ahead, or "
+            "train in one process"
+        )
     if isinstance(asked.envs, Programs):
         raise UserError("episodes that a program plays itself are not sampled ahead of training: leave out async.ahead")
     if line := options.ahead_line:

@@ -291,7 +291,12 @@ def _accelerator(options: RunOptions, store: Any) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=moved or store is not None)
     if store is not None:
         rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        PartialState(cpu=options.device == "cpu", store=store, rank=rank, world_size=count, timeout=PATIENCE)
+        how: dict[str, Any] = {"store": store, "rank": rank, "world_size": count, "timeout": PATIENCE}
+        kind = torch.device(options.device).type
+        train: Any = getattr(options, "train", None)
+        if kind != "cpu" and train is not None and train.offload:  # parts on the host are exchanged, too
+            how["backend"] = f"{kind}:{torch.distributed.get_default_backend_for_device(kind)},cpu:gloo"
+        PartialState(cpu=options.device == "cpu", **how)
     return Accelerator(
         cpu=options.device == "cpu",
         mixed_precision=precision,

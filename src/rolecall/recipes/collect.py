@@ -152,6 +152,7 @@ class Answers(OfRows):
     def _ask(self, rows: Mapping[int, int], step: int) -> list[Answered]:
         """The answers to rows, given by their prompts' numbers."""
         if not rows:
+            self.reward.score([], state=self._state)  # it may be sharded, and other ranks have rows
             return []
         o = self.options
         asker = Asker(
