@@ -28,7 +28,7 @@ $(STAMPS)/mutate: $(STAMPS)/dev
 	@touch $@
 
 $(STAMPS)/ray: $(STAMPS)/dev
-	$(PIP) -e '.[ray]'
+	$(PIP) -e '.[ray,store]' 'moto[server]'
 	@touch $@
 
 $(STAMPS)/lessons: $(STAMPS)/dev
@@ -61,8 +61,8 @@ test-slow: $(STAMPS)/lessons  ## tests that take minutes or a downloaded model
 test-vllm: $(STAMPS)/dev  ## rollouts through a real vLLM server, in an environment of its own that is made at first use
 	$(BIN)/pytest -m vllm --timeout=1800 tests/real_vllm
 
-test-cluster: $(STAMPS)/ray  ## the pool of Ray actors, on a cluster of three machines that Ray fakes here
-	$(BIN)/pytest -m slow --timeout=300 tests/cluster
+test-cluster: $(STAMPS)/ray  ## Ray actors on a cluster of three machines that Ray fakes here, and rollouts in a bucket of a local S3 server
+	$(BIN)/pytest -m slow --timeout=1200 tests/cluster
 
 test-plain: $(STAMPS)/dev  ## the tests of models, engines and updates with every fast path turned off
 	ROLECALL_FLAT=0 ROLECALL_KERNELS=0 $(BIN)/pytest -n 2 --dist loadfile tests/policy tests/rollout tests/agents tests/train tests/recipes

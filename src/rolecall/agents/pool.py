@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from rolecall.agents.replies import BadReply, Reply
 from rolecall.agents.worker import Call, call_env, describe
 from rolecall.tasks.env import EnvError
+from rolecall.workers.hosts import Host
 from rolecall.workers.load import pickle_callable
 from rolecall.workers.pool import Broken, WorkerPool
 from rolecall.workers.process import Worker
@@ -137,6 +138,7 @@ class EnvPool(WorkerPool, Envs):
         memory_mb: int | None = 2048,
         network: bool = False,
         variables: Sequence[str] = (),
+        hosts: Sequence[Host] = (),
     ) -> None:
         """`source` is a name, as `environments` knows them, or a class or function that makes environments."""
         name = source if isinstance(source, str) else getattr(source, "__name__", type(source).__name__)
@@ -158,6 +160,7 @@ class EnvPool(WorkerPool, Envs):
                 variables=tuple(variables),
                 options=("agent.network", "agent.variables"),
             ),
+            hosts=hosts,
         )
         self._players, self._tools = tuple(self.ready["players"]), tuple(self.ready["tools"])
         self._episodes: dict[int, _History] = {}

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from rolecall.config.audit import AuditOptions
 from rolecall.config.use import GenerateOptions, PlayOptions
+from rolecall.errors import UserError
 from rolecall.files import plain
 from rolecall.jobs.audit import run as run_audit
 from rolecall.jobs.audit import write_page
@@ -42,6 +43,8 @@ def audit(options: AuditOptions) -> int:
     else:
         _show_findings(found, quiet=options.quiet)
     if page is not None:
+        if options.html is None:
+            page.parent.mkdir(exist_ok=True)
         write_page(found, page)
         if not options.quiet:
             print(f"page: {page}", file=sys.stderr)
@@ -54,10 +57,14 @@ def _page_path(options: AuditOptions) -> Path | None:
         return None
     if options.html is not None:
         return Path(options.html).expanduser()
-    number = 1
-    while Path(f"audit-{number}.html").exists():
+    number, runs = 1, Path("runs")
+    if runs.exists() and not runs.is_dir():
+        raise UserError(
+            "runs is a file, and the page goes into a directory of that name: give another place with --html"
+        )
+    while (runs / f"audit-{number}.html").exists():
         number += 1
-    return Path(f"audit-{number}.html")
+    return runs / f"audit-{number}.html"
 
 
 def _working(options: AuditOptions) -> AbstractContextManager[object]:

@@ -36,6 +36,8 @@ class AgentOptions:
     """Let those environments and their tools use the network."""
     variables: tuple[str, ...] = ()
     """Environment variables that those environments see beside the usual ones (PATH, HOME, caches, thread counts)."""
+    cluster: Literal["none", "ray"] = "none"
+    """`ray`: the workers of those environments run on the machines of a Ray cluster (docs/cluster.md)."""
     prompt: str | None = field(default=None, metadata={"flag": "env.prompt"})
     """gym:ID: what the policy reads before the first observation, in place of the environment's own description."""
 

@@ -87,6 +87,8 @@ class RewardProcessOptions:
     reward_variables: tuple[str, ...] = ()
     """Environment variables that reward functions see beside the usual ones (PATH, HOME, caches, thread counts), such as
     OPENAI_API_KEY."""
+    reward_cluster: Literal["none", "ray"] = "none"
+    """`ray`: those processes run on the machines of a Ray cluster, which must find the functions too (docs/cluster.md)."""
 
     def reward_limits(self) -> dict[str, Any]:
         """As a reward pool takes them."""
@@ -228,7 +230,7 @@ class EngineOptions:
     workers: int = 0
     """Processes that sample, each with an engine of its own (docs/cluster.md); 0: the one that trains."""
     cluster: Literal["none", "ray"] = "none"
-    """`ray`: the workers are Ray actors, on the cluster that RAY_ADDRESS names or one that is started here (needs
+    """`ray`: Ray places the workers or servers, on the cluster that RAY_ADDRESS names or one that is started here (needs
     `rolecall[ray]`)."""
     worker_prompts: int = 1
     """Prompts that a worker answers together. Answers depend on it (a little), but not on the number of workers."""
@@ -242,8 +244,19 @@ class EngineOptions:
     """Addresses of servers that sample, such as http://127.0.0.1:8750 (`rolecall serve`, docs/servers.md); several with commas
     between them. Their key is read from the environment variable ROLECALL_SERVER_KEY. worker_silence and worker_deadline hold for them
     too."""
+    placed_servers: int = 0
+    """With cluster ray: servers (`rolecall serve`) that Ray starts and places for this run, in place of engine.servers."""
+    server_cpus: int = 1
+    """CPUs that each placed server asks Ray for."""
+    server_gpus: float = 0.0
+    """GPUs that each placed server asks Ray for; it sees these only."""
+    server_args: str = ""
+    """More words for each placed `rolecall serve`, such as `--vllm --dtype bfloat16`."""
     server_patience: float = 300.0
     """Seconds that all servers may be out of reach before the run ends, with exit code 75."""
+    sync: Literal["directory", "broadcast"] = "directory"
+    """How servers get weights: they read files, or are sent them; or all of them at once by torch.distributed (gloo, or NCCL
+    on GPUs), for servers on other machines of a network that you trust (docs/servers.md)."""
     weights_directory: str | None = None
     """A directory that the servers see too, through which they get the weights. Left out: servers on this machine read a
     temporary one, others are sent the weights."""
@@ -252,11 +265,17 @@ class EngineOptions:
         if self.servers:
             object.__setattr__(self, "servers", split_at_commas(self.servers))
             self._check_servers()
-        elif self.weights_directory is not None or self.name == "vllm":
-            given = "name vllm" if self.weights_directory is None else "weights_directory"
+        elif self.placed_servers:
+            self._check_placed()
+        elif self.weights_directory is not None or self.name == "vllm" or self.sync != "directory":
+            given = "name vllm" if self.name == "vllm" else "weights_directory" if self.weights_directory else "sync"
             raise ValueError(f"engine.{given} is for servers: give engine.servers too")
-        if self.cluster != "none" and not self.workers:
-            raise ValueError(f"engine.cluster {self.cluster} says where engine.workers are: give their number too")
+        if self.cluster != "none" and not (self.workers or self.placed_servers):
+            raise ValueError(
+                f"engine.cluster {self.cluster} says where engine.workers or engine.placed_servers are: give their number too"
+            )
+        if not self.placed_servers and (self.server_cpus != 1 or self.server_gpus or self.server_args):
+            raise ValueError("engine.server_* are of engine.placed_servers: give their number too")
         if self.workers < 0 or self.worker_prompts < 1 or self.worker_threads < 1:
             raise ValueError(
                 "engine.workers is 0 or a number of processes, worker_prompts and worker_threads are at least 1, got "
@@ -265,9 +284,21 @@ class EngineOptions:
         if not (self.worker_silence > 0 and self.worker_deadline > 0):
             raise ValueError("engine.worker_silence and worker_deadline must be above 0 seconds")
 
+    def _check_placed(self) -> None:
+        if self.cluster != "ray" or self.workers:
+            raise ValueError(
+                "engine.placed_servers are placed by Ray, in place of engine.workers: give engine.cluster ray alone"
+            )
+        if self.placed_servers < processes() or self.server_cpus < 0 or self.server_gpus < 0:
+            raise ValueError(
+                f"engine.placed_servers is at least one for each of the {processes()} processes that train, server_cpus and "
+                f"server_gpus are 0 or more, got {self.placed_servers}, {self.server_cpus} and {self.server_gpus:g}"
+            )
+
     def _check_servers(self) -> None:
-        if self.workers:
-            raise ValueError("engine.workers and engine.servers both say what samples: give one of them")
+        if self.workers or self.placed_servers:
+            given = "workers" if self.workers else "placed_servers"
+            raise ValueError(f"engine.{given} and engine.servers both say what samples: give one of them")
         if self.max_rows != EngineOptions.max_rows:
             raise ValueError("engine.max_rows is for who samples: give it to the servers when they are started")
         for url in self.servers:
@@ -275,6 +306,8 @@ class EngineOptions:
                 raise ValueError(f"engine.servers wants addresses such as http://127.0.0.1:8750, got {url!r}")
         if len(set(self.servers)) < len(self.servers):
             raise ValueError("engine.servers names the same server twice")
+        if self.sync == "broadcast" and self.weights_directory is not None:
+            raise ValueError("engine.weights_directory is for engine.sync directory: give one of the two")
         if not self.server_patience > 0:
             raise ValueError(f"engine.server_patience must be above 0 seconds, got {self.server_patience:g}")
         if processes() > len(self.servers):

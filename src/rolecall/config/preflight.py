@@ -36,6 +36,7 @@ def check_address_space() -> None:
 def check_paths(options: Any) -> None:
     """Raise, in one sentence, if an option names a file or folder that is not there. Names that may stand for something
     else (a task, a hub id, a module) are left to whoever opens them."""
+    reads_addresses = options.command in ("rl", "rescore")
     for name, value in _named(options):
         if name in _MODELS and value.startswith(("http://", "https://")):
             _check_api(options, name, value)
@@ -49,7 +50,7 @@ def check_paths(options: Any) -> None:
             _check_source("lessons.by", value)
         elif name in (*_REWARDS, "env"):
             _check_source("environment" if name == "env" else name, value)
-        elif name in _RUNS and not _is_there(value):
+        elif name in _RUNS and not _is_there(value) and not (reads_addresses and "://" in value):
             raise UserError(f"there is no run {value}; give the directory of a run, such as runs/rl-1{_near(value)}")
         elif name == "prompts_file" and not _is_there(value):
             raise UserError(f"prompts file {value!r} cannot be read: No such file or directory")

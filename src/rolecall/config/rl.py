@@ -8,7 +8,7 @@ from rolecall.config.agents import AGENT_FLAG, AgentOptions
 from rolecall.config.algorithm import COMPARING as COMPARING
 from rolecall.config.algorithm import KL_IN_REWARD as KL_IN_REWARD
 from rolecall.config.algorithm import AlgorithmOptions as AlgorithmOptions
-from rolecall.config.experience import ReplayOptions
+from rolecall.config.experience import ReplayOptions, StoreOptions
 from rolecall.config.foreign import Foreign
 from rolecall.config.foreign_trl import TRL
 from rolecall.config.foreign_verl import VERL
@@ -49,7 +49,9 @@ class RLOptions(AnsweringOptions, TrainingOptions):
     replay: ReplayOptions = field(default_factory=ReplayOptions)
     lessons: LessonOptions = field(default_factory=LessonOptions)
     from_run: str | None = field(default=None, metadata={"flag": "from"})
-    """Train on the rollouts that this run left, in their order, without sampling: rows and rewards are not asked."""
+    """Train on the rollouts that this run left, in their order, without sampling: rows and rewards are not asked. A directory, or
+    what was a run's `store.url`."""
+    store: StoreOptions = field(default_factory=StoreOptions)
     ahead: int = field(default=0, metadata={"flag": "async.ahead"})
     """Steps that sampling is ahead of training, beside which it runs: step s is sampled by version s - ahead of the weights
     (docs/cluster.md). 0: a step is sampled when the one before has trained."""

@@ -156,8 +156,8 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port must lie in 0..65535, got {self.port}")
-        if self.engine.servers or self.engine.workers:
-            given = "servers" if self.engine.servers else "workers"
+        given = next((name for name in ("servers", "workers", "placed_servers") if getattr(self.engine, name)), None)
+        if given is not None:
             raise ValueError(
                 f"engine.{given} is for commands that sample elsewhere; serve samples itself: leave it out"
             )
@@ -203,7 +203,7 @@ class RescoreOptions(RewardProcessOptions):
 
     command: ClassVar[str] = "rescore"
     run: str = field(metadata={"bare": True})
-    """The run whose rollouts are scored again."""
+    """The run whose rollouts are scored again, or what was its `store.url`."""
     reward: tuple[str, ...] = ()
     """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its own."""
     reward_weights: tuple[float, ...] | None = None

@@ -23,6 +23,7 @@ from rolecall.tasks.names import find_task, is_task
 from rolecall.tasks.rows import ListRows, Rows
 from rolecall.tasks.sources import RowsSource, Splits
 from rolecall.train.timing import Timer
+from rolecall.workers.hosts import RayHosts
 
 _log = logging.getLogger("rolecall")
 
@@ -105,17 +106,27 @@ def open_envs(env: EnvSource, options: AgentOptions, stack: ExitStack) -> Envs |
             return _open_programs(env.removeprefix(PREFIX), options, stack)
         check_name(env)
         if env.partition(":")[0] in AGENT_TASKS:
+            _check_here(options, "a built-in environment runs in the process that trains")
             return LocalEnvs(find_task(env).env)
     if isinstance(env, Program):
         return _open_programs(env, options, stack)
     limits: dict[str, Any] = {"network": options.network, "variables": options.variables}
+    if options.cluster == "ray":
+        hosts = stack.enter_context(RayHosts(options.workers, what="environment workers", option="agent.workers"))
+        limits["hosts"] = hosts.hosts
     return stack.enter_context(EnvPool(env, workers=options.workers, deadline_s=options.deadline, **limits))
+
+
+def _check_here(options: AgentOptions, why: str) -> None:
+    if options.cluster != "none":
+        raise UserError(f"agent.cluster {options.cluster} is for workers of environments, and {why}: leave it out")
 
 
 def _open_programs(source: str | Program, options: AgentOptions, stack: ExitStack) -> Programs:
     if options.manager != "append":
         given = "when_full cut" if options.when_full == "cut" else f"context {options.context}"
         raise UserError(f"agent.{given} is for environments: a program keeps its conversation itself; leave it out")
+    _check_here(options, "programs call back to this machine")
     return stack.enter_context(Programs(source, options))
 
 

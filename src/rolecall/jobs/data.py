@@ -27,6 +27,7 @@ from rolecall.tasks.rows import RowError, Rows, place_of, split
 from rolecall.tasks.sources import RowsSource, Splits
 from rolecall.tasks.streams import Stream, first_of, head, split_stream
 from rolecall.train.timing import Timer
+from rolecall.workers.hosts import Host, RayHosts
 
 _log = logging.getLogger("rolecall")
 
@@ -163,7 +164,10 @@ def open_reward(
     if len(chosen) == 1 and isinstance(only, str) and Path(only).expanduser().is_dir():
         device = getattr(limits, "device", "cpu").replace("auto", "cpu")  # that of a run is known by now
         return reward_of_model(only, weight=1.0 if weights is None else weights[0], device=device)
-    pool = stack.enter_context(RewardPool(chosen, weights=weights, **limits.reward_limits()))
+    hosts: tuple[Host, ...] = ()
+    if limits.reward_cluster == "ray":
+        hosts = stack.enter_context(RayHosts(2, what="reward workers", option=None)).hosts
+    pool = stack.enter_context(RewardPool(chosen, weights=weights, hosts=hosts, **limits.reward_limits()))
     if timer is not None:
         pool.advance = timer.advance
     if rows is not None:

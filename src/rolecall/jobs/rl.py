@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rolecall.agents.episodes import Arena, EnvOnly, EpisodeEvaluator, Episodes
@@ -13,6 +12,7 @@ from rolecall.agents.programs import Programs
 from rolecall.config.given import resolve_source
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
+from rolecall.experience.mirror import Mirror
 from rolecall.experience.parquet import StoreError
 from rolecall.experience.stored import RolloutStore
 from rolecall.jobs.agents import EnvSource, check_episodes, env_source, episode_rows, open_arena, open_envs, try_out
@@ -91,6 +91,7 @@ def build(job: Job) -> Built:
     """The parts of a run."""
     # What is sampled ahead is timed apart: it belongs to another step than the one that trains.
     aside = Timer() if job.options.ahead else job.timer
+    mirror = _mirror(job)
     asked, played = _asked(job, aside), _played(job)
     options, rows, test = job.options, asked.train, asked.test
     if rows is not None:
@@ -126,7 +127,11 @@ def build(job: Job) -> Built:
     def record(run: RunDir) -> None:
         spell = partial(token_bytes, policy.tokenizer)
         model = collector.hash if isinstance(collector, Ahead) else engine.hash
-        learner.watches.append(Records(run, options, model=model, tokenizer=fingerprint(policy), pieces=spell))
+        how: dict[str, Any] = {"tokenizer": fingerprint(policy), "pieces": spell, "mirror": mirror}
+        learner.watches.append(Records(run, options, model=model, **how))
+        if mirror is not None:
+            mirror.watch(run.rollouts)
+            run.also_cut.append(mirror.cut_after)
 
     state_at = partial(run_state, options, getattr(learner.collector, "order", None))
     watched: dict[str, Any] = {"reference": reference, "state_at": state_at, "ranks": updater.ranks}
@@ -139,6 +144,7 @@ def build(job: Job) -> Built:
         ranks=updater.ranks,
         evaluate=_evaluator(job, asked, parts, arena, **watched),
         watch_run=record,
+        finish=lambda run: None if mirror is None else mirror.finish(),
         prompts="chat" if played is not None else None if rows is None else style_of(rows),
     )
 
@@ -248,11 +254,21 @@ def _evaluator(job: Job, asked: _Asked, parts: dict[str, Any], arena: Arena | No
     return alone(Evaluator(rows=asked.test, chat=options.chat, **parts, **how))
 
 
+def _mirror(job: Job) -> Mirror | None:
+    """What copies the rollouts to `store.url`, if that is asked for; on the rank that records them."""
+    options = job.options
+    if options.store.url is None or not job.accelerator.is_main_process:
+        return None
+    mirror = Mirror(options.store, resume=options.resume, overwrite=options.overwrite)
+    job.stack.callback(mirror.close)
+    return mirror
+
+
 def _stored_answers(options: RLOptions, policy: LoadedModel, engine: Engine, ranks: Ranks) -> StoredAnswers:
     """The rollouts to train on in place of new ones, all read once and found good."""
     assert options.from_run is not None
     try:
-        store = RolloutStore(Path(options.from_run).expanduser())
+        store = RolloutStore(options.from_run)
         facts = store.check(
             tokenizer=fingerprint(policy),
             vocabulary=policy.model.config.vocab_size,

@@ -12,6 +12,7 @@ from rolecall.rewards.calling import no_column
 from rolecall.rewards.records import RewardError, Sample, Scored, trainer_state
 from rolecall.rewards.round import Job, Round
 from rolecall.rewards.sources import ANSWER_COLUMNS, BUILT_IN, Named, Source, pack
+from rolecall.workers.hosts import Host
 from rolecall.workers.pool import Broken, WorkerPool
 from rolecall.workers.walls import Walls
 
@@ -42,6 +43,7 @@ class RewardPool(WorkerPool):
         network: bool = False,
         variables: Sequence[str] = (),
         say_after_s: float = 30.0,
+        hosts: Sequence[Host] = (),
     ) -> None:
         packed = pack(functions)
         self.names = tuple(p.name for p in packed)
@@ -63,6 +65,7 @@ class RewardPool(WorkerPool):
                 variables=tuple(variables),
                 options=("reward_network", "reward_variables"),
             ),
+            hosts=hosts,
         )
         self.styles: tuple[str, ...] = tuple(self.ready["styles"])
         self._columns: tuple[tuple[str, ...], ...] = tuple(map(tuple, self.ready["columns"]))

@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -78,6 +78,8 @@ class RunDir:
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
         self.report = self.path / "report.html"
+        self.also_cut: list[Callable[[int], None]] = []
+        """Cut what lies elsewhere too, after the same step."""
         self._lock = _locked(self.path, resume=resume)
         try:
             _check_use(self.path, resume=resume, overwrite=overwrite)
@@ -121,11 +123,13 @@ class RunDir:
                     path.unlink()
             fsync_path(folder)
         checkpoint.cut_after(self.checkpoints, step)
+        for cut in self.also_cut:
+            cut(step)
 
-    def thin(self, folder: Path, *, last: int, every: int = 0) -> list[Path]:
+    def thin(self, folder: Path, *, last: int, every: int = 0, spare: Container[str] = ()) -> list[Path]:
         """Keep the files of the `last` newest steps, and of each step that `every` divides; returns what was removed.
 
-        `every` 0 keeps no others. For `rollouts` and `updates`.
+        `every` 0 keeps no others, but for names to `spare`. For `rollouts` and `updates`.
         """
         if last < 1 or every < 0:
             raise ValueError(f"last must be at least 1 and every at least 0, got {last} and {every}")
@@ -133,7 +137,7 @@ class RunDir:
         newest = sorted({step for step, _ in files})[-last:]
         removed = []
         for step, path in files:
-            if step not in newest and not (every and step % every == 0):
+            if step not in newest and not (every and step % every == 0) and path.name not in spare:
                 path.unlink(missing_ok=True)
                 removed.append(path)
         return removed
