@@ -5,7 +5,9 @@ import math
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,17 +20,20 @@ from talking import DIALECT, TOKENIZER, player, spoken, talker
 import rolecall
 from rolecall.agents.distil import Attempt, by_function, by_policy, by_server, chosen
 from rolecall.agents.embedding import by_embedding
+from rolecall.agents.guided import Lessons
 from rolecall.agents.lessons import LessonPool, Read
 from rolecall.agents.play import LESSONS
-from rolecall.agents.played import Lesson, Wanted
+from rolecall.agents.played import Lesson, Side, Wanted
 from rolecall.config.lessons import LessonOptions
 from rolecall.errors import UserError
 from rolecall.experience.store import read_rollouts
 from rolecall.experience.updates import read_updates
 from rolecall.maths.roles import Role
 from rolecall.policy.load import load
+from rolecall.rewards.records import Scored
 from rolecall.rollout.scripted import ScriptedEngine
 from rolecall.tasks.env import Step
+from rolecall.train.ranks import Ranks
 from rolecall.types import Sampling
 
 HEAD = "<|im_start|>assistant\n"
@@ -279,6 +284,51 @@ def test_a_function_distils_and_what_it_returns_is_checked(caplog):
     for wrong in ("text", [], [3]):
         with pytest.raises(UserError, match=r"it must return a list with a text for each"):
             by_function(lambda attempts, wrong=wrong: wrong, "f")([attempt()], 0)
+
+
+def side(prompt, sample, total, lessons=()):
+    said = [{"role": "user", "content": f"task {prompt}"}, {"role": "assistant", "content": f"try {sample}"}]
+    wanted = Wanted(prompt=prompt, sample=sample, row={}, seed=0)
+    episode = SimpleNamespace(
+        wanted=wanted, lessons={"agent": lessons}, sides={"agent": SimpleNamespace(messages=said)}
+    )
+    scored = Scored(scores={}, total=total)
+    return Side(player="agent", episode=episode, trajectories=[], scored=scored)
+
+
+def test_ranks_learn_what_one_process_would():
+    """Two threads that gather with each other, with two prompts each."""
+    sides = [side(p, k, float((p * k) % 3), (1,) * (k == 0)) for p in range(4) for k in range(3)]
+    barrier, boxes = threading.Barrier(2), [None, None]
+
+    def gathering(number):
+        def gather(items):
+            boxes[number] = list(items)
+            barrier.wait(60)
+            found = [*boxes[0], *boxes[1]]
+            barrier.wait(60)
+            return found
+
+        return gather
+
+    def learned(ranks, own):
+        names = ["north", "south", "east", "west", "up", "down", "left", "right"]
+        tell = by_function(lambda attempts: [names[a.number] + f" {a.prompt[0]['content']}" for a in attempts], "f")
+        o = LessonOptions(share=0.5, per_step=3, max_tokens=99)
+        made = Lessons(o, LessonPool(o), tell, tokenizer=TOKENIZER, ranks=ranks)
+        made.pool.add("old", step=0)
+        return *made.learn(0, own), made.pool.state_dict()
+
+    whole = learned(Ranks(), sides)
+    with ThreadPoolExecutor(2) as pool:
+        halves = [
+            pool.submit(learned, Ranks(number=n, count=2, gather=gathering(n)), [s for s in sides if s.row % 2 == n])
+            for n in range(2)
+        ]
+        assert [half.result(60) for half in halves] == [whole] * 2
+    lines, numbers, _ = whole
+    assert [line["text"].split()[0] for line in lines] == ["north", "south", "east"]
+    assert (numbers["lessons/new"], numbers["lessons/guided"]) == (3, pytest.approx(1 / 3))
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------
