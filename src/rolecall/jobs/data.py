@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rolecall.config.given import resolve_source
-from rolecall.config.parts import ChatOptions, HeldOutOptions, RewardProcessOptions
+from rolecall.config.parts import ChatOptions, HeldOutOptions
+from rolecall.config.rewards import RewardProcessOptions
 from rolecall.errors import UserError
 from rolecall.jobs.building import Job
 from rolecall.jobs.models import reward_of_model

@@ -1,6 +1,5 @@
 """The pool of lessons of a run, and who distils them, from the names a user gives."""
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,7 +12,6 @@ from rolecall.agents.lessons import LessonPool
 from rolecall.agents.programs import ProgramPlayer
 from rolecall.config.given import resolve_source
 from rolecall.config.rl import RLOptions
-from rolecall.config.use import KEY_VARIABLE
 from rolecall.errors import UserError
 from rolecall.train.ranks import Ranks
 from rolecall.workers.load import load_object, split_name
@@ -51,8 +49,7 @@ def _distiller(options: RLOptions, arena: Arena, stack: ExitStack) -> Distil:
     if by.startswith(("http://", "https://")):
         from rolecall.remote.plain import PlainServer
 
-        key = os.environ.get(KEY_VARIABLE) or os.environ.get("OPENAI_API_KEY")
-        server = PlainServer(by, model=o.served_model, key=key)
+        server = PlainServer(by, model=o.served_model)
         stack.callback(server.close)
         return by_server(server, sampling, seed=options.seed)
     what = f"lessons.by {by!r}"
