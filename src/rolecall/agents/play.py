@@ -6,6 +6,8 @@ and for samples after a cut. So an episode does not depend on the others' timing
 depend on what else is in the batch.
 """
 
+import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,6 +29,10 @@ from rolecall.types import Completion, Finish, Request, Sampling, Trajectory
 
 LESSONS = "Lessons from earlier attempts:"
 """What lessons begin with in a prompt."""
+_log = logging.getLogger("rolecall.agents")
+
+_NAMED_FAILURES = 5
+"""So many failures of a step are named one by one in the log; the rest are counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,6 +221,10 @@ class Player:
         self.limit = min(context_length, options.context_tokens or context_length)
         self.advance: Callable[[int, int, str], None] = lambda done, total, unit: None
         """Told how many episodes have ended."""
+        self.ended: Callable[[Played], None] = lambda episode: None
+        """Told of each episode as it ends."""
+        self.between: Callable[[], None] = lambda: None
+        """Called over and over while episodes are played."""
 
     @property
     def players(self) -> tuple[str, ...]:
@@ -247,6 +257,7 @@ class Player:
             elif episode.finish is not None and episode.finish.truncated:
                 self.envs.send(i, "end", None)
             else:
+                self.ended(episode)
                 return 1
             return 0
 
@@ -259,12 +270,14 @@ class Player:
                 episode = episodes[i]
                 if episode.finish is not None:  # it was cut off, and this is the environment's last word
                     self._take(episode, reply)
+                    self.ended(episode)
                     ended += 1
                     continue
                 self._heard(episode, reply)
                 if episode.finish is None and self.clock() >= until:
                     episode.finish = Finish.TIMEOUT
                 ended += go_on(i)
+            self.between()
             for ticket, completion in flight.step():
                 i = turns.pop(ticket)
                 if episodes[i].summarising:
@@ -377,3 +390,18 @@ class Player:
             episode.count(name, value)
         episode.view = reply.view
         return reply
+
+
+def env_seed(seed: int, step: int, group: int) -> int:
+    """The seed of the environments of one prompt: another step or prompt gives another."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{group}".encode()).digest()[:6])
+
+
+def report_failures(episodes: Sequence[Played]) -> None:
+    """Say in the log which episodes were broken off, and why."""
+    failed = [episode for episode in episodes if episode.failure is not None]
+    for episode in failed[:_NAMED_FAILURES]:
+        place = f"prompt {episode.wanted.prompt} sample {episode.wanted.sample}"
+        _log.warning("the episode of %s was broken off: %s", place, episode.failure)
+    if len(failed) > _NAMED_FAILURES:
+        _log.warning("%d more episodes were broken off", len(failed) - _NAMED_FAILURES)

@@ -86,7 +86,7 @@ def _check_model(option: str, name: str) -> None:
 
 def _check_source(what: str, name: str) -> None:
     """file.py:name, also with a kind before it."""
-    where = name.rpartition(":")[0].removeprefix("trl:").removeprefix("agent:")
+    where = name.rpartition(":")[0].removeprefix("trl:").removeprefix("agent:").removeprefix("verifiers:")
     if where.endswith(".py") and not _is_there(where):
         raise UserError(f"{what} {name!r}: there is no file {Path(where).expanduser().resolve()}")
 

@@ -31,9 +31,9 @@ class RLOptions(AnsweringOptions, TrainingOptions):
     """Prompts: a file of rows, a Hugging Face dataset (saved, or owner/name on the hub), a built-in task, or rg:NAME.
     Left out: those of `env`, or else `addition`."""
     env: str | None = field(default=None, metadata=AGENT_FLAG)
-    """Play episodes of several turns in it: calculator, guessing, kuhn, file.py:Class, gym:ID; or agent:file.py:function and
-    agent:COMMAND, your own program, for which `--agent file.py:function` is short. `rows` are what it starts from; left
-    out, its own, or seeds."""
+    """Play episodes of several turns in it: calculator, guessing, kuhn, file.py:Class, gym:ID, openenv:URL and others of
+    docs/agents.md; or agent:file.py:function and agent:COMMAND, your own program, for which `--agent file.py:function` is
+    short. `rows` are what it starts from; left out, its own, or seeds."""
     agent: AgentOptions = field(default_factory=AgentOptions)
     blackout: tuple[str, ...] = ()
     """Texts that never train where the policy writes them, such as a frame it must keep to."""

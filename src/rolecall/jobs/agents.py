@@ -11,6 +11,8 @@ from rolecall.agents.environments import check_name
 from rolecall.agents.episodes import Arena
 from rolecall.agents.pool import EnvPool, Envs, Failure, LocalEnvs
 from rolecall.agents.programs import PREFIX, Program, Programs
+from rolecall.agents.verifiers_env import PREFIX as VERIFIERS
+from rolecall.agents.verifiers_env import verifiers_rows
 from rolecall.config.agents import AgentOptions
 from rolecall.config.given import GIVEN, resolve_source
 from rolecall.config.parts import ChatOptions, HeldOutOptions
@@ -54,10 +56,12 @@ def episode_rows(
     n: int = _TRAIN_ROWS,
     prompt: str | None = None,
     learned: str | None = None,
+    agent: AgentOptions | None = None,
 ) -> tuple[Rows, Rows | None]:
     """(rows to play, held-out rows if they will be used), each with the prompt that takes the place of a description:
-    the one given, else the one that the model learned with, unless the rows have their own."""
-    train, test = _episode_rows(env, rows, evaluation, seed=seed, n=n)
+    the one given, else the one that the model learned with, unless the rows have their own. `agent` says how an environment
+    that brings rows is opened to read them."""
+    train, test = _episode_rows(env, rows, evaluation, seed=seed, n=n, agent=agent or AgentOptions())
     own = len(train) and "prompt" in train[0]
     prompt = learned if prompt is None and not own else prompt
     if prompt is None:
@@ -76,14 +80,16 @@ def _prompted(rows: Rows, prompt: str) -> Rows:
 
 
 def _episode_rows(
-    env: EnvSource, rows: RowsSource | None, evaluation: HeldOutOptions, *, seed: int, n: int
+    env: EnvSource, rows: RowsSource | None, evaluation: HeldOutOptions, *, seed: int, n: int, agent: AgentOptions
 ) -> tuple[Rows, Rows | None]:
     def test_rows(task: Any) -> Rows:
         rows: Rows = task.rows("test", n=evaluation.rows)
         return rows
 
     test: Rows | None
-    if rows is None and not (isinstance(env, str) and is_task(env)):
+    if rows is None and isinstance(env, str) and env.startswith(VERIFIERS):
+        found = verifiers_rows(env, agent, n=n, held_out=evaluation.rows)
+    elif rows is None and not (isinstance(env, str) and is_task(env)):
         found = Splits(
             train=ListRows([{"seed": i} for i in range(n)]),
             test=ListRows([{"seed": -1 - i} for i in range(evaluation.rows)]),
@@ -153,7 +159,7 @@ def _open_envs(env: EnvSource, options: AgentOptions, stack: ExitStack) -> Envs 
             raise UserError(
                 "the environment's name is empty: give one, such as --env calculator or --env file.py:Class"
             )
-        if env.startswith(PREFIX):
+        if env.startswith((PREFIX, VERIFIERS)):
             return _open_programs(env.removeprefix(PREFIX), options, stack)
         check_name(env)
         if env.partition(":")[0] in AGENT_TASKS:
@@ -193,6 +199,8 @@ def try_out(env: EnvSource, envs: Envs | Programs, row: Mapping[str, Any]) -> No
     if isinstance(found, Failure):
         raise UserError(f"environment {label} cannot begin an episode: {found.reason}")
     (found,) = envs.ask("step", {0: {"role": "assistant", "content": "0"}}).values()
+    if not isinstance(found, Failure) and not found.done:
+        envs.ask("end", {0: None})
     if isinstance(found, Failure) and found.wrong:
         raise UserError(f"environment {label} cannot go on with an episode: {found.reason}")
     if isinstance(found, Failure):

@@ -108,7 +108,11 @@ def _episodes(options: EvalOptions, env: EnvSource, source: str | None, learned:
         elif source is not None and not is_task(source):
             how = HeldOutOptions()
         learnt = prompting_of(options.model)
-        prompts = {"prompt": options.agent.prompt, "learned": learnt.prompt_in(env)}
+        prompts: dict[str, Any] = {
+            "prompt": options.agent.prompt,
+            "learned": learnt.prompt_in(env),
+            "agent": options.agent,
+        }
         all_rows, test = episode_rows(env, source, how, n=options.n, seed=options.seed, **prompts)
         found = all_rows if test is None else test
         chosen = head(found, options.n)

@@ -227,7 +227,7 @@ def _asked(job: Job, timer: Timer) -> _Asked:
         found = prompt_rows("addition" if options.rows is None else options.rows, options.eval, seed=options.seed)
     else:
         rows, held_out = episode_rows(
-            played, options.rows, options.eval, seed=options.seed, prompt=options.agent.prompt
+            played, options.rows, options.eval, seed=options.seed, prompt=options.agent.prompt, agent=options.agent
         )
         found = PromptRows(train=rows, test=held_out)
     reward: Reward = EnvOnly()
