@@ -236,7 +236,7 @@ class Episodes(OfRows):
         self._metrics = _measured(ended, self.arena.players)
         lines: list[dict[str, Any]] = []
         if self.lessons is not None:
-            with timer.phase("lessons"):
+            with self.arena.timer.phase("lessons"):
                 lines, more = self.lessons.learn(step, sides)
             self._metrics |= more
         texts = [self.arena.texts(side) for side in sides]
