@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from rolecall.config.agents import AGENT_FLAG, AgentOptions
-from rolecall.config.parts import ChatOptions, EngineOptions, LoadOptions, RewardProcessOptions
+from rolecall.config.parts import ChatOptions, EngineOptions, LoadOptions
+from rolecall.config.rewards import RewardProcessOptions
 from rolecall.config.sampling import Sampling
 
 

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 
 from rolecall.config.given import resolve_source
-from rolecall.config.parts import ChatOptions, HeldOutOptions, RewardProcessOptions
+from rolecall.config.parts import ChatOptions, HeldOutOptions
+from rolecall.config.rewards import RewardProcessOptions
 from rolecall.errors import UserError
 from rolecall.jobs.building import Job, shard_frozen
 from rolecall.jobs.models import reward_of_model
