@@ -8,6 +8,11 @@ from rolecall.config.plan import processes
 from rolecall.config.sampling import Sampling
 
 
+def split_at_commas(given: tuple[str, ...]) -> tuple[str, ...]:
+    """A list that may be given with commas, as several values, or both."""
+    return tuple(part for value in given for part in value.split(","))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Where a run lies and how it is started. None of these change what is learned."""
@@ -78,10 +83,12 @@ class RewardProcessOptions:
     reward_deadline: float = 60.0
     """Seconds a reward function may take before it is killed and its sample counted as failed."""
     reward_network: bool = False
-    """Let reward functions use the network, for a judge behind an HTTP address, also one on this machine."""
+    """Let reward functions use the network, for a service behind an HTTP address, also one on this machine. `judge:URL` needs no leave."""
     reward_variables: tuple[str, ...] = ()
     """Environment variables that reward functions see beside the usual ones (PATH, HOME, caches, thread counts), such as
     OPENAI_API_KEY."""
+    reward_cluster: Literal["none", "ray"] = "none"
+    """`ray`: those processes run on the machines of a Ray cluster, which must find the functions too (docs/cluster.md)."""
 
     def reward_limits(self) -> dict[str, Any]:
         """As a reward pool takes them."""
@@ -133,6 +140,7 @@ class PolicyOptions(LoadOptions):
     """Hold the model below a LoRA adapter in 8 bits, or in 4 (NF4): less memory, more time."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "lora_targets", split_at_commas(self.lora_targets))
         if self.quantize != "none" and self.lora_rank is None:
             raise ValueError(f"quantize {self.quantize} holds weights that do not train: give lora_rank too")
         if not 0 <= self.lora_dropout < 1:
@@ -209,11 +217,15 @@ class TrainerOptions:
             raise ValueError("train.offload is for parts of a sharded model: give train.shard fsdp2 too")
 
 
+SERVED_ONLY = ("vllm", "sglang")
+"""Engines that are found behind servers only, and have kernels of their own."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """What samples the answers."""
 
-    name: Literal["auto", "native", "hf", "vllm"] = "auto"
+    name: Literal["auto", "native", "hf", "vllm", "sglang"] = "auto"
     """`native` for Llama-family models, `hf` for every other; `auto` chooses. Of servers: what they run, found out by `auto`."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """The sampler's dtype; the model's if not given. Of servers: theirs, found out if not given."""
@@ -222,7 +234,7 @@ class EngineOptions:
     workers: int = 0
     """Processes that sample, each with an engine of its own (docs/cluster.md); 0: the one that trains."""
     cluster: Literal["none", "ray"] = "none"
-    """`ray`: the workers are Ray actors, on the cluster that RAY_ADDRESS names or one that is started here (needs
+    """`ray`: Ray places the workers or servers, on the cluster that RAY_ADDRESS names or one that is started here (needs
     `rolecall[ray]`)."""
     worker_prompts: int = 1
     """Prompts that a worker answers together. Answers depend on it (a little), but not on the number of workers."""
@@ -236,6 +248,14 @@ class EngineOptions:
     """Addresses of servers that sample, such as http://127.0.0.1:8750 (`rolecall serve`, docs/servers.md); several with commas
     between them. Their key is read from the environment variable ROLECALL_SERVER_KEY. worker_silence and worker_deadline hold for them
     too."""
+    placed_servers: int = 0
+    """With cluster ray: servers (`rolecall serve`) that Ray starts and places for this run, in place of engine.servers."""
+    server_cpus: int = 1
+    """CPUs that each placed server asks Ray for."""
+    server_gpus: float = 0.0
+    """GPUs that each placed server asks Ray for; it sees these only."""
+    server_args: str = ""
+    """More words for each placed `rolecall serve`, such as `--vllm --dtype bfloat16`."""
     server_patience: float = 300.0
     """Seconds that all servers may be out of reach before the run ends, with exit code 75."""
     sync: Literal["directory", "broadcast"] = "directory"
@@ -247,19 +267,25 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         if self.servers:
-            object.__setattr__(self, "servers", tuple(url for given in self.servers for url in given.split(",")))
+            object.__setattr__(self, "servers", split_at_commas(self.servers))
             self._check_servers()
-        elif self.weights_directory is not None or self.name == "vllm" or self.sync != "directory":
+        elif self.placed_servers:
+            self._check_placed()
+        elif self.weights_directory is not None or self.name in SERVED_ONLY or self.sync != "directory":
             given = (
-                "name vllm"
-                if self.name == "vllm"
-                else "sync"
-                if self.weights_directory is None
+                f"name {self.name}"
+                if self.name in SERVED_ONLY
                 else "weights_directory"
+                if self.weights_directory
+                else "sync"
             )
             raise ValueError(f"engine.{given} is for servers: give engine.servers too")
-        if self.cluster != "none" and not self.workers:
-            raise ValueError(f"engine.cluster {self.cluster} says where engine.workers are: give their number too")
+        if self.cluster != "none" and not (self.workers or self.placed_servers):
+            raise ValueError(
+                f"engine.cluster {self.cluster} says where engine.workers or engine.placed_servers are: give their number too"
+            )
+        if not self.placed_servers and (self.server_cpus != 1 or self.server_gpus or self.server_args):
+            raise ValueError("engine.server_* are of engine.placed_servers: give their number too")
         if self.workers < 0 or self.worker_prompts < 1 or self.worker_threads < 1:
             raise ValueError(
                 "engine.workers is 0 or a number of processes, worker_prompts and worker_threads are at least 1, got "
@@ -268,9 +294,21 @@ class EngineOptions:
         if not (self.worker_silence > 0 and self.worker_deadline > 0):
             raise ValueError("engine.worker_silence and worker_deadline must be above 0 seconds")
 
+    def _check_placed(self) -> None:
+        if self.cluster != "ray" or self.workers:
+            raise ValueError(
+                "engine.placed_servers are placed by Ray, in place of engine.workers: give engine.cluster ray alone"
+            )
+        if self.placed_servers < processes() or self.server_cpus < 0 or self.server_gpus < 0:
+            raise ValueError(
+                f"engine.placed_servers is at least one for each of the {processes()} processes that train, server_cpus and "
+                f"server_gpus are 0 or more, got {self.placed_servers}, {self.server_cpus} and {self.server_gpus:g}"
+            )
+
     def _check_servers(self) -> None:
-        if self.workers:
-            raise ValueError("engine.workers and engine.servers both say what samples: give one of them")
+        if self.workers or self.placed_servers:
+            given = "workers" if self.workers else "placed_servers"
+            raise ValueError(f"engine.{given} and engine.servers both say what samples: give one of them")
         if self.max_rows != EngineOptions.max_rows:
             raise ValueError("engine.max_rows is for who samples: give it to the servers when they are started")
         for url in self.servers:
@@ -363,7 +401,7 @@ class AnsweringOptions(RewardProcessOptions):
     """What every command says that samples answers to prompts and scores them."""
 
     reward: tuple[str, ...] = ()
-    """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its
+    """Reward functions: file.py:name, module:name, a built-in verifier; a reward model's run; or judge:URL (docs/rewards.md). A task brings its
     own, which is also called `task`."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward; 1 each if not given."""
