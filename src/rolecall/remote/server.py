@@ -133,8 +133,9 @@ class Server:
         self.ready = True
 
     async def _try(self, published: Published, expected: Expected) -> str | None:
-        """Sync once; what is wrong then, None if nothing is."""
-        await self._alive(self.dialect.pause(self.call))
+        """Sync once; what is wrong then, None if nothing is. After a broadcast to all it is as its dialect's `load` left it."""
+        if self._took is None or self._took[0] is not published:
+            await self._alive(self.dialect.pause(self.call))
         why = await self._load(published, expected)
         await self._alive(self.dialect.resume(self.call))
         return why or await self._draw(published, expected)
