@@ -243,6 +243,8 @@ class Batch:
     sequence. None: every row is a sequence of its own."""
     replayed: Tensor | None = None
     """[batch] bool: rows of earlier steps that are trained on again; None: all are fresh."""
+    guided: Tensor | None = None
+    """[batch] bool: rows whose behaviour read lessons in its prompt that are not here; None: none did."""
     supports: Supports | None = None
     """[batch, time]: what could be drawn; None: the whole vocabulary everywhere."""
 
@@ -282,7 +284,7 @@ class Batch:
         return replace(self, supports=self.supports, **moved)
 
 
-_PER_ROW = frozenset({"groups", "scores", "baselines", "policy_versions", "episodes", "replayed"})
+_PER_ROW = frozenset({"groups", "scores", "baselines", "policy_versions", "episodes", "replayed", "guided"})
 
 
 def _check_lengths(what: str, length: int, **parts: tuple[object, ...] | None) -> None:

@@ -1,9 +1,8 @@
 """Experience from episodes of several turns, and how good a policy is at them."""
 
-import hashlib
-import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 
 from rolecall.agents.conversation import Dialect
-from rolecall.agents.play import Played, Player, Wanted
+from rolecall.agents.guided import Lessons
+from rolecall.agents.play import Played, Player, Recall, Side, Wanted, env_seed, report_failures
 from rolecall.agents.pool import Envs
 from rolecall.agents.programs import ProgramPlayer, Programs
 from rolecall.config.agents import AgentOptions
@@ -21,17 +21,13 @@ from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel
 from rolecall.recipes.collect import Collected, OfRows
 from rolecall.recipes.evaluate import EVALUATION_STEP, Evaluation, HeldOut, kl_to
+from rolecall.rewards.pool import RewardPool
 from rolecall.rewards.records import Reward, Sample, Scored
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
 from rolecall.train.ranks import Ranks
 from rolecall.train.timing import Timer
-from rolecall.types import Finish, Sampling, Trajectory
-
-_log = logging.getLogger("rolecall.agents")
-
-_NAMED_FAILURES = 5
-"""So many failures of a step are named one by one in the log; the rest are counted."""
+from rolecall.types import Finish, Sampling
 
 
 class EnvOnly:
@@ -46,22 +42,6 @@ class EnvOnly:
     def take_metrics(self) -> dict[str, float]:
         """Nothing to tell."""
         return {}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
-    """What one player of an episode did, and its score."""
-
-    player: str
-    episode: Played
-    trajectories: Sequence[Trajectory]
-    """Its samples, in order."""
-    scored: Scored
-
-    @property
-    def row(self) -> int:
-        """The row that was played, by the number of its prompt in the step."""
-        return self.episode.wanted.prompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,38 +116,80 @@ class Arena:
         seed: int,
         step: int,
         groups: Mapping[int, int],
+        recall: Recall | None = None,
+        guided: int = 0,
     ) -> list[Played]:
         """Each row n times; rows and their groups are given by the number of the prompt in the step. A row's episodes share
-        the seed of their environment."""
+        the seed of their environment; the first `guided` of them read what `recall` finds."""
         wanted = [
-            Wanted(prompt=number, sample=k, row=row, seed=_env_seed(seed, step, groups[number]))
+            Wanted(
+                prompt=number,
+                sample=k,
+                row=row,
+                seed=env_seed(seed, step, groups[number]),
+                recall=recall if k < guided else None,
+            )
             for number, row in rows.items()
             for k in range(n)
         ]
         episodes = self.player.play(wanted, sampling, seed=seed, step=step)
-        _report_failures(episodes)
+        report_failures(episodes)
         return episodes
 
-    def score(self, episodes: Sequence[Played], *, state: Mapping[str, Any], groups: Mapping[int, int]) -> list[Side]:
-        """What each player who had a turn did, and its score. `state` is what rewards see as `trainer_state`."""
-        sides = [
-            (episode, player, trajectories)
-            for episode in episodes
-            for player, trajectories in episode.trajectories(group=groups[episode.wanted.prompt]).items()
-            if trajectories
-        ]
-        whole = [(episode, player) for episode, player, _ in sides if episode.finish is not Finish.ABORT]
-        by_functions = iter(self.reward.score([_sample(*side) for side in whole], state=state))
+    def play_and_score(
+        self,
+        rows: Mapping[int, Mapping[str, Any]],
+        sampling: Sampling,
+        *,
+        state: Mapping[str, Any],
+        n: int,
+        seed: int,
+        step: int,
+        groups: Mapping[int, int],
+        phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+        **lessons: Any,
+    ) -> tuple[list[Played], list[Side]]:
+        """Episodes (`play`, which takes `lessons`), and what each player who had a turn did, and its score. `state` is what rewards see as
+        `trainer_state`. Functions that take one answer are called as episodes end, those that take all when all are over."""
+        places = {(prompt, k): i * n + k for i, prompt in enumerate(rows) for k in range(n)}
+        with ExitStack() as stack:
+            scoring = stack.enter_context(self.reward.scoring(state)) if isinstance(self.reward, RewardPool) else None
+
+            def ended(episode: Played) -> None:
+                place = places[episode.wanted.prompt, episode.wanted.sample] * len(self.players)
+                if scoring is not None:
+                    scoring.add({place + self.players.index(p): _sample(e, p) for e, p in _whole([episode])})
+
+            self.player.ended, self.player.between = ended, _nothing if scoring is None else scoring.poll
+            with phase("generate"):
+                episodes = self.play(rows, sampling, n=n, seed=seed, step=step, groups=groups, **lessons)
+            with phase("reward"):
+                if scoring is not None:
+                    told = scoring.finish()
+                else:
+                    told = self.reward.score([_sample(*side) for side in _whole(episodes)], state=state)
+                return episodes, self._sides(episodes, told, groups)
+
+    def _sides(
+        self, episodes: Sequence[Played], by_functions: Sequence[Scored], groups: Mapping[int, int]
+    ) -> list[Side]:
+        """`by_functions` is what reward functions say of the sides of `_whole`, in order."""
+        told = dict(zip(((id(episode), player) for episode, player in _whole(episodes)), by_functions, strict=True))
         found = []
-        for episode, player, trajectories in sides:
-            if episode.finish is Finish.ABORT:
-                failure = f"the episode was broken off: {episode.failure}"
-                scores = {"env": None, **dict.fromkeys(self.reward.names)}
-                scored = Scored(scores=scores, total=None, failure=failure)
-            else:
-                scored = with_env(episode.rewards.get(player), next(by_functions))
-            named = [replace(t, scores=dict(scored.scores)) for t in trajectories]
-            found.append(Side(player=player, episode=episode, trajectories=named, scored=scored))
+        for episode in episodes:
+            for player, trajectories in episode.trajectories(group=groups[episode.wanted.prompt]).items():
+                if not trajectories:
+                    continue
+                if episode.finish is Finish.ABORT:
+                    failure = f"the episode was broken off: {episode.failure}"
+                    scores = {"env": None, **dict.fromkeys(self.reward.names)}
+                    scored = Scored(scores=scores, total=None, failure=failure)
+                else:
+                    scored = with_env(episode.rewards.get(player), told[id(episode), player])
+                if read := episode.lessons.get(player):
+                    scored = replace(scored, extras={**scored.extras, "lessons": list(read)})
+                named = [replace(t, scores=dict(scored.scores)) for t in trajectories]
+                found.append(Side(player=player, episode=episode, trajectories=named, scored=scored))
         return found
 
     def texts(self, side: Side) -> tuple[str, str]:
@@ -182,21 +204,29 @@ class Arena:
 class Episodes(OfRows):
     """The collector of episodes: prompts are taken from the rows in order, each is played `samples` times."""
 
-    def __init__(self, options: RLOptions, arena: Arena, *, rows: Rows, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        options: RLOptions,
+        arena: Arena,
+        *,
+        rows: Rows,
+        ranks: Ranks | None = None,
+        lessons: Lessons | None = None,
+    ) -> None:
         super().__init__(options, rows, ranks=ranks)
-        self.arena = arena
+        self.arena, self.lessons = arena, lessons
         self._metrics: dict[str, float] = {}
 
     def collect(self, step: int) -> Collected:
         """Play the next rows and score what came of it."""
         o = self.options
-        state, chosen, timer = self.state_at(step), self.take(), self.arena.timer
+        state, chosen = self.state_at(step), self.take()
         rows = {number: self.rows[i] for number, i in chosen.items()}
         groups = {number: step * o.prompts + number for number in chosen}
-        with timer.phase("generate"):
-            episodes = self.arena.play(rows, o.sampling, n=o.samples, seed=o.seed, step=step, groups=groups)
-        with timer.phase("reward"):
-            sides = self.arena.score(episodes, state=state, groups=groups)
+        how: dict[str, Any] = {"n": o.samples, "seed": o.seed, "step": step, "groups": groups}
+        if self.lessons is not None:
+            how |= {"recall": self.lessons.pool.recall, "guided": self.lessons.guided(o.samples)}
+        episodes, sides = self.arena.play_and_score(rows, o.sampling, state=state, phase=self.arena.timer.phase, **how)
         if not sides:
             why = next((e.failure for e in episodes if e.failure), "no player had a turn")
             raise UserError(
@@ -204,6 +234,11 @@ class Episodes(OfRows):
             )
         ended = _ended(episodes, [(side, _result(side)) for side in sides], self.ranks)
         self._metrics = _measured(ended, self.arena.players)
+        lines: list[dict[str, Any]] = []
+        if self.lessons is not None:
+            with timer.phase("lessons"):
+                lines, more = self.lessons.learn(step, sides)
+            self._metrics |= more
         texts = [self.arena.texts(side) for side in sides]
         flat = [(t, side, *text) for side, text in zip(sides, texts, strict=True) for t in side.trajectories]
         return Collected(
@@ -214,11 +249,23 @@ class Episodes(OfRows):
             rows=[chosen[side.row] for _, side, *_ in flat],
             seed=o.seed,
             messages=[side.episode.sides[side.player].messages for _, side, *_ in flat],
+            lessons=lines,
         )
 
     def take_metrics(self) -> dict[str, float]:
         """What is known of the last step's episodes beside their scores."""
         return self._metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the rows, and the lessons."""
+        lessons = {} if self.lessons is None else {"lessons": self.lessons.pool.state_dict()}
+        return super().state_dict() | lessons
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        super().load_state_dict(state)
+        if self.lessons is not None:
+            self.lessons.pool.load_state_dict(state.get("lessons"))
 
 
 class EpisodeEvaluator(HeldOut):
@@ -273,8 +320,9 @@ class EpisodeEvaluator(HeldOut):
         """Every row n times, in order. Each rank plays its share of the rows, and all get what is counted of all."""
         rows = {i: self.rows[i] for i in self.ranks.share(range(len(self.rows)))}
         groups = {number: number for number in rows}
-        episodes = self.arena.play(rows, sampling, n=n, seed=self.seed, step=EVALUATION_STEP, groups=groups)
-        sides = self.arena.score(episodes, state=self.state, groups=groups)
+        episodes, sides = self.arena.play_and_score(
+            rows, sampling, state=self.state, n=n, seed=self.seed, step=EVALUATION_STEP, groups=groups
+        )
         self.arena.reward.take_metrics()  # so that what evaluations log and count is not mistaken for training's
         if not sampled:
             results = [_result(side, text=self.arena.texts(side)[1]) for side in sides]
@@ -287,9 +335,13 @@ class EpisodeEvaluator(HeldOut):
         return _ended(episodes, list(zip(sides, results, strict=True)), self.ranks)
 
 
-def _env_seed(seed: int, step: int, group: int) -> int:
-    """The seed of the environments of one prompt: another step or prompt gives another."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{group}".encode()).digest()[:6])
+def _nothing() -> None:
+    """There is nothing to do between turns."""
+
+
+def _whole(episodes: Sequence[Played]) -> list[tuple[Played, str]]:
+    """Players who had a turn, of episodes that were not broken off."""
+    return [(e, p) for e in episodes if e.finish is not Finish.ABORT for p, side in e.sides.items() if side.samples]
 
 
 def _sample(episode: Played, player: str) -> Sample:
@@ -354,12 +406,3 @@ def _measured(episodes: Sequence[_Ended], players: Sequence[str]) -> dict[str, f
             if known:
                 found[f"agents/reward/{player}"] = sum(known) / len(known)
     return found
-
-
-def _report_failures(episodes: Sequence[Played]) -> None:
-    failed = [episode for episode in episodes if episode.failure is not None]
-    for episode in failed[:_NAMED_FAILURES]:
-        place = f"prompt {episode.wanted.prompt} sample {episode.wanted.sample}"
-        _log.warning("the episode of %s was broken off: %s", place, episode.failure)
-    if len(failed) > _NAMED_FAILURES:
-        _log.warning("%d more episodes were broken off", len(failed) - _NAMED_FAILURES)

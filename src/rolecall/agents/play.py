@@ -6,21 +6,33 @@ and for samples after a cut. So an episode does not depend on the others' timing
 depend on what else is in the batch.
 """
 
+import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from time import monotonic
 from typing import Any, Protocol
 
+from rolecall.agents.context import QUESTION, THOUGHT, context_of
 from rolecall.agents.conversation import Conversation, Dialect, TokenSample
 from rolecall.agents.pool import Envs, Failure
 from rolecall.agents.replies import Reply
 from rolecall.config.agents import AgentOptions
 from rolecall.policy.row_template import template_kwargs, tools_of
+from rolecall.rewards.records import Scored
 from rolecall.rollout.engine import Engine
 from rolecall.rollout.stops import Ticket
 from rolecall.tasks.env import Message
 from rolecall.types import Completion, Finish, Request, Sampling, Trajectory
+
+LESSONS = "Lessons from earlier attempts:"
+"""What lessons begin with in a prompt."""
+_log = logging.getLogger("rolecall.agents")
+
+_NAMED_FAILURES = 5
+"""So many failures of a step are named one by one in the log; the rest are counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +47,21 @@ class Wanted:
     """What its environment begins with."""
     seed: int
     """The seed of its environment; episodes of one prompt share it."""
+    recall: "Recall | None" = None
+    """Finds the lessons that it reads; None: it reads none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lesson:
+    """What was learned from an episode, in words."""
+
+    id: int
+    """Counted over the run."""
+    text: str
+
+
+Recall = Callable[[str], Sequence[Lesson]]
+"""Lessons for a prompt, the best first."""
 
 
 class Spoken(Protocol):
@@ -77,6 +104,8 @@ class Played:
     """What reward functions see of the environment."""
     version: int = 0
     """The weights that played."""
+    lessons: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Which lessons each player read."""
 
     def count(self, name: str, value: float = 1.0) -> None:
         """Add to a count."""
@@ -98,12 +127,30 @@ class Played:
                     authors=tuple(sample.authors),
                     finish=self.finish,
                     policy_version=self.version,
+                    behaviour_prompt_ids=None if sample is seen else tuple(seen.ids[: seen.turns[0][0]]),
                     supports=tuple(sample.supports) if any(sample.supports) else None,
                 )
-                for sample in side.samples
+                for seen in side.samples
+                for sample in [seen.stripped()]
             ]
             for player, side in self.sides.items()
         }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """What one player of an episode did, and its score."""
+
+    player: str
+    episode: Played
+    trajectories: Sequence[Trajectory]
+    """Its samples, in order."""
+    scored: Scored
+
+    @property
+    def row(self) -> int:
+        """The row that was played, by the number of its prompt in the step."""
+        return self.episode.wanted.prompt
 
 
 @dataclass(slots=True)
@@ -111,6 +158,10 @@ class _Episode(Played):
     """One that an environment answers."""
 
     sides: dict[str, Conversation]
+    context: str = "append"
+    """What becomes of conversations as they grow."""
+    summarising: bool = False
+    """The turn that was asked for is a summary."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,6 +221,10 @@ class Player:
         self.limit = min(context_length, options.context_tokens or context_length)
         self.advance: Callable[[int, int, str], None] = lambda done, total, unit: None
         """Told how many episodes have ended."""
+        self.ended: Callable[[Played], None] = lambda episode: None
+        """Told of each episode as it ends."""
+        self.between: Callable[[], None] = lambda: None
+        """Called over and over while episodes are played."""
 
     @property
     def players(self) -> tuple[str, ...]:
@@ -188,10 +243,24 @@ class Player:
                 sides={player: Conversation(dialects[w.prompt]) for player in self.envs.players},
                 speaker=self.envs.players[0],
                 version=self.engine.version,
+                context=context_of(w.row, o),
             )
             for w in wanted
         ]
         flight, turns, ended = self.engine.open(), dict[Ticket, int](), 0
+
+        def go_on(i: int) -> int:
+            """Ask for the next turn; 1 if the episode has ended instead."""
+            episode = episodes[i]
+            if request := self._request(episode, drawn):
+                turns[flight.add(request)] = i
+            elif episode.finish is not None and episode.finish.truncated:
+                self.envs.send(i, "end", None)
+            else:
+                self.ended(episode)
+                return 1
+            return 0
+
         self.envs.begin()
         for i, w in enumerate(wanted):
             self.envs.send(i, "start", (w.row, w.seed))
@@ -201,20 +270,21 @@ class Player:
                 episode = episodes[i]
                 if episode.finish is not None:  # it was cut off, and this is the environment's last word
                     self._take(episode, reply)
+                    self.ended(episode)
                     ended += 1
                     continue
                 self._heard(episode, reply)
                 if episode.finish is None and self.clock() >= until:
                     episode.finish = Finish.TIMEOUT
-                if request := self._request(episode, drawn):
-                    turns[flight.add(request)] = i
-                elif episode.finish is not None and episode.finish.truncated:
-                    self.envs.send(i, "end", None)
-                else:
-                    ended += 1
+                ended += go_on(i)
+            self.between()
             for ticket, completion in flight.step():
                 i = turns.pop(ticket)
-                self.envs.send(i, "step", self._said(episodes[i], completion))
+                if episodes[i].summarising:
+                    self._summarised(episodes[i], completion)
+                    ended += go_on(i)
+                else:
+                    self.envs.send(i, "step", self._said(episodes[i], completion))
             if ended > before:
                 self.advance(ended, len(episodes), "episodes")
         return list(episodes)
@@ -224,13 +294,12 @@ class Player:
         if episode.finish is not None:
             return None
         side, o, sampling = episode.sides[episode.speaker], self.options, drawn.sampling
-        ids = side.prompt()
+        self._guide(episode, room=sampling.max_new_tokens)
         room = sampling.max_new_tokens
         if o.max_tokens is not None:
             room = min(room, o.max_tokens - side.policy_tokens)
-        if o.when_full == "cut" and len(ids) + room > self.limit and side.shorten(limit=self.limit, room=room):
-            ids = side.prompt()
-            episode.count("context_cuts")
+        ids = self._read(episode, room)
+        side = episode.sides[episode.speaker]
         room = min(room, self.limit - len(ids))
         if room < 1:
             episode.finish = Finish.LENGTH
@@ -240,6 +309,49 @@ class Player:
         if room != sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=room)
         return drawn.request(wanted, number, ids, sampling, who=episode.speaker)
+
+    def _read(self, episode: _Episode, room: int) -> tuple[int, ...]:
+        """What the speaker reads before its next turn, in a context that has room for it, or before a summary."""
+        side, how = episode.sides[episode.speaker], episode.context
+        if how == "thoughts" and side.drop(THOUGHT):
+            episode.count("context_cuts")
+        before = side.copy() if how == "summary" and side.spoke else None
+        ids = side.prompt()
+        full = len(ids) + room > self.limit
+        if how in ("window", "memory") and full and side.shorten(limit=self.limit, room=room, notes=how == "memory"):
+            ids = side.prompt()
+            episode.count("context_cuts")
+        elif before is not None and len(ids) + 2 * room + self._question > self.limit:
+            # After this turn the question might have no room: it is asked now, before what was just heard.
+            episode.sides[episode.speaker], episode.summarising = before, True
+            ids = before.ask(QUESTION)
+        return ids
+
+    @cached_property
+    def _question(self) -> int:
+        """Tokens that asking for a summary takes."""
+        return len(self.dialect.prompt([QUESTION], given=1).ids)
+
+    def _summarised(self, episode: _Episode, completion: Completion) -> None:
+        episode.sides[episode.speaker].go_on_from(completion)
+        episode.summarising = False
+        episode.count("summaries")
+        episode.count("context_cuts")
+
+    def _guide(self, episode: _Episode, *, room: int) -> None:
+        """Before a player's first turn: let it read lessons, if they and an answer have room in the context."""
+        recall, side = episode.wanted.recall, episode.sides[episode.speaker]
+        if recall is None or episode.speaker in episode.lessons:
+            return
+        found = recall("\n".join(message["content"] for message in side.messages))
+        if found:
+            text = "\n".join([LESSONS, *(f"- {lesson.text}" for lesson in found)])
+            side.remember([{"role": "user", "content": text, "author": "memory"}])
+            if len(side.prompt()) + room > self.limit:
+                side.remember([])
+                found = ()
+                episode.count("lessons_too_long")
+        episode.lessons[episode.speaker] = tuple(lesson.id for lesson in found)
 
     def _said(self, episode: _Episode, completion: Completion) -> Any:
         episode.count("turns")
@@ -255,7 +367,7 @@ class Player:
         if reply.context is not None:
             episode.sides[reply.speaker].restart(reply.context)
             episode.count("context_cuts")
-        for player, messages in reply.messages.items():
+        for player, messages in (*reply.opening.items(), *reply.messages.items()):
             episode.sides[player].hear(messages)
         if reply.done:
             episode.finish = Finish.MAX_TURNS if reply.truncated else Finish.ENVIRONMENT
@@ -278,3 +390,18 @@ class Player:
             episode.count(name, value)
         episode.view = reply.view
         return reply
+
+
+def env_seed(seed: int, step: int, group: int) -> int:
+    """The seed of the environments of one prompt: another step or prompt gives another."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{group}".encode()).digest()[:6])
+
+
+def report_failures(episodes: Sequence[Played]) -> None:
+    """Say in the log which episodes were broken off, and why."""
+    failed = [episode for episode in episodes if episode.failure is not None]
+    for episode in failed[:_NAMED_FAILURES]:
+        place = f"prompt {episode.wanted.prompt} sample {episode.wanted.sample}"
+        _log.warning("the episode of %s was broken off: %s", place, episode.failure)
+    if len(failed) > _NAMED_FAILURES:
+        _log.warning("%d more episodes were broken off", len(failed) - _NAMED_FAILURES)

@@ -83,7 +83,7 @@ class RewardProcessOptions:
     reward_deadline: float = 60.0
     """Seconds a reward function may take before it is killed and its sample counted as failed."""
     reward_network: bool = False
-    """Let reward functions use the network, for a judge behind an HTTP address, also one on this machine."""
+    """Let reward functions use the network, for a service behind an HTTP address, also one on this machine. `judge:URL` needs no leave."""
     reward_variables: tuple[str, ...] = ()
     """Environment variables that reward functions see beside the usual ones (PATH, HOME, caches, thread counts), such as
     OPENAI_API_KEY."""
@@ -217,11 +217,15 @@ class TrainerOptions:
             raise ValueError("train.offload is for parts of a sharded model: give train.shard fsdp2 too")
 
 
+SERVED_ONLY = ("vllm", "sglang")
+"""Engines that are found behind servers only, and have kernels of their own."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """What samples the answers."""
 
-    name: Literal["auto", "native", "hf", "vllm"] = "auto"
+    name: Literal["auto", "native", "hf", "vllm", "sglang"] = "auto"
     """`native` for Llama-family models, `hf` for every other; `auto` chooses. Of servers: what they run, found out by `auto`."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """The sampler's dtype; the model's if not given. Of servers: theirs, found out if not given."""
@@ -267,8 +271,14 @@ class EngineOptions:
             self._check_servers()
         elif self.placed_servers:
             self._check_placed()
-        elif self.weights_directory is not None or self.name == "vllm" or self.sync != "directory":
-            given = "name vllm" if self.name == "vllm" else "weights_directory" if self.weights_directory else "sync"
+        elif self.weights_directory is not None or self.name in SERVED_ONLY or self.sync != "directory":
+            given = (
+                f"name {self.name}"
+                if self.name in SERVED_ONLY
+                else "weights_directory"
+                if self.weights_directory
+                else "sync"
+            )
             raise ValueError(f"engine.{given} is for servers: give engine.servers too")
         if self.cluster != "none" and not (self.workers or self.placed_servers):
             raise ValueError(
@@ -391,7 +401,7 @@ class AnsweringOptions(RewardProcessOptions):
     """What every command says that samples answers to prompts and scores them."""
 
     reward: tuple[str, ...] = ()
-    """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its
+    """Reward functions: file.py:name, module:name, a built-in verifier; a reward model's run; or judge:URL (docs/rewards.md). A task brings its
     own, which is also called `task`."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward; 1 each if not given."""

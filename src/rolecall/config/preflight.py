@@ -46,6 +46,8 @@ def check_paths(options: Any) -> None:
             raise UserError(f"there is no file or folder {value}{_near(value)}")
         elif name in _REWARDS and ":" not in value and _is_path(value) and not _is_there(value):
             raise UserError(f"reward {value!r}: there is no such run{_near(value)}")
+        elif name == "by" and value.rpartition(":")[0].endswith(".py"):
+            _check_source("lessons.by", value)
         elif name in (*_REWARDS, "env"):
             _check_source("environment" if name == "env" else name, value)
         elif name in _RUNS and not _is_there(value) and not (reads_addresses and "://" in value):
@@ -68,7 +70,7 @@ def _named(options: Any) -> Iterator[tuple[str, str]]:
 def _check_api(options: Any, option: str, address: str) -> None:
     if not getattr(options, "behind_api", False) or option != "model":
         raise UserError(
-            f"{option} {address!r} is an address: only `rolecall eval` takes a model behind one; to sample from servers of the "
+            f"{option} {address!r} is an address: only `rolecall eval` and `generate` take a model behind one; to sample from servers of the "
             "model that trains, give engine.servers"
         )
 
@@ -84,7 +86,7 @@ def _check_model(option: str, name: str) -> None:
 
 def _check_source(what: str, name: str) -> None:
     """file.py:name, also with a kind before it."""
-    where = name.rpartition(":")[0].removeprefix("trl:").removeprefix("agent:")
+    where = name.rpartition(":")[0].removeprefix("trl:").removeprefix("agent:").removeprefix("verifiers:")
     if where.endswith(".py") and not _is_there(where):
         raise UserError(f"{what} {name!r}: there is no file {Path(where).expanduser().resolve()}")
 

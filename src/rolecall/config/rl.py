@@ -12,8 +12,9 @@ from rolecall.config.experience import ReplayOptions, StoreOptions
 from rolecall.config.foreign import Foreign
 from rolecall.config.foreign_trl import TRL
 from rolecall.config.foreign_verl import VERL
+from rolecall.config.lessons import LessonOptions
 from rolecall.config.memory import memory_line
-from rolecall.config.parts import AnsweringOptions, TrainingOptions
+from rolecall.config.parts import SERVED_ONLY, AnsweringOptions, TrainingOptions
 from rolecall.config.plan import logits_line, passes_line, ranks_line
 from rolecall.config.rl_presets import PRESETS
 
@@ -30,9 +31,9 @@ class RLOptions(AnsweringOptions, TrainingOptions):
     """Prompts: a file of rows, a Hugging Face dataset (saved, or owner/name on the hub), a built-in task, or rg:NAME.
     Left out: those of `env`, or else `addition`."""
     env: str | None = field(default=None, metadata=AGENT_FLAG)
-    """Play episodes of several turns in it: calculator, guessing, kuhn, file.py:Class, gym:ID; or agent:file.py:function and
-    agent:COMMAND, your own program, for which `--agent file.py:function` is short. `rows` are what it starts from; left
-    out, its own, or seeds."""
+    """Play episodes of several turns in it: calculator, guessing, kuhn, file.py:Class, gym:ID, openenv:URL and others of
+    docs/agents.md; or agent:file.py:function and agent:COMMAND, your own program, for which `--agent file.py:function` is
+    short. `rows` are what it starts from; left out, its own, or seeds."""
     agent: AgentOptions = field(default_factory=AgentOptions)
     blackout: tuple[str, ...] = ()
     """Texts that never train where the policy writes them, such as a frame it must keep to."""
@@ -46,6 +47,7 @@ class RLOptions(AnsweringOptions, TrainingOptions):
     """Answers per prompt."""
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
     replay: ReplayOptions = field(default_factory=ReplayOptions)
+    lessons: LessonOptions = field(default_factory=LessonOptions)
     from_run: str | None = field(default=None, metadata={"flag": "from"})
     """Train on the rollouts that this run left, in their order, without sampling: rows and rewards are not asked. A directory, or
     what was a run's `store.url`."""
@@ -82,6 +84,7 @@ class RLOptions(AnsweringOptions, TrainingOptions):
             )
         self._check_replay()
         self._check_ahead()
+        self._check_lessons()
         self._check_dropout()
 
     def _check_replay(self) -> None:
@@ -122,6 +125,30 @@ class RLOptions(AnsweringOptions, TrainingOptions):
             raise ValueError(f"async.ahead is a number of steps, 0 or more, got {self.ahead}")
         if self.ahead and self.from_run is not None:
             raise ValueError("with --from nothing is sampled, so nothing can be sampled ahead: leave out async.ahead")
+
+    def _check_lessons(self) -> None:
+        o, lessons = self.algorithm, self.lessons
+        if not lessons.on:
+            return
+        if self.from_run is not None:
+            raise ValueError("with --from nothing is sampled, so nobody reads lessons: leave out lessons.share")
+        if round(lessons.share * self.samples) == 0:
+            raise ValueError(
+                f"lessons.share {lessons.share:g} of {self.samples} episodes is none: raise it, or raise samples"
+            )
+        by_behaviour = lessons.ratio == "behaviour"
+        if by_behaviour and o.policy_loss == "reinforce":
+            raise ValueError(
+                "reinforce has no ratio to correct for lessons that only the behaviour read: set lessons.ratio recomputed, or "
+                "use grpo"
+            )
+        if o.old_logprobs == "behaviour" or (by_behaviour and o.old_logprobs == "detach"):
+            raise ValueError(
+                f"with lessons some samples have the behaviour's log-probs as old ones and others the trainer's, so "
+                f"algorithm.old_logprobs {o.old_logprobs} does not go with lessons.ratio {lessons.ratio}: leave it auto"
+            )
+        if lessons.clip_high is not None and o.policy_loss == "reinforce":
+            raise ValueError("reinforce clips no ratio: leave out lessons.clip_high, or use grpo")
 
     def _check_dropout(self) -> None:
         """A pass that drops gives other log-probs and values than the one that sampled: they must not be compared."""
@@ -167,7 +194,8 @@ class RLOptions(AnsweringOptions, TrainingOptions):
         engine, trainer = self.precisions
         if engine != trainer:
             return f"the engine samples in {engine} and the trainer computes in {trainer}"
-        return "the engine is vllm, with kernels of its own" if self.engine.name == "vllm" else None
+        kind = self.engine.name
+        return f"the engine is {kind}, with kernels of its own" if kind in SERVED_ONLY else None
 
     @property
     def fresh_weights(self) -> ReplayOptions | None:
@@ -187,7 +215,9 @@ class RLOptions(AnsweringOptions, TrainingOptions):
     def old_source(self) -> str:
         """Where old log-probs really come from."""
         if self.sampled_now:
-            return self.algorithm.old_source if self.fresh_weights is None else "recompute"
+            source = self.algorithm.old_source if self.fresh_weights is None else "recompute"
+            by_behaviour = self.lessons.on and self.lessons.ratio == "behaviour"
+            return "recompute" if source == "detach" and by_behaviour else source
         return "behaviour" if self.replay.weights == "none" else "recompute"
 
     def plan(self) -> str:
@@ -215,7 +245,7 @@ class RLOptions(AnsweringOptions, TrainingOptions):
             )
         if o.name == "remax":
             lines.append(f"beside them {self.prompts} greedy answers, one per prompt, which are scored but not trained")
-        lines += [line for line in (self.weights_line, self.ahead_line, self._replay_line) if line]
+        lines += [line for line in (self.weights_line, self.ahead_line, self._replay_line, self._lessons_line) if line]
         if updates > 1:
             lines.append("after the first optimiser step of a rollout the policy is ahead of the one that sampled")
         return "\n".join(lines)
@@ -240,6 +270,16 @@ class RLOptions(AnsweringOptions, TrainingOptions):
         else:
             by = "nothing, since replay.weigh_fresh and algorithm.old_logprobs say so: the gradient is biased"
         return f"asynchronous: step s is sampled by version s - {self.ahead} beside training; corrected by {by}"
+
+    @property
+    def _lessons_line(self) -> str | None:
+        o = self.lessons
+        if not o.on:
+            return None
+        return (
+            f"lessons: {round(o.share * self.samples)} of {self.samples} episodes of a group read up to {o.top}, from {o.size} "
+            f"held, distilled by {o.by}; the ratio of their samples is to the {o.ratio} log-probs"
+        )
 
     @property
     def _replay_line(self) -> str | None:

@@ -127,9 +127,9 @@ def open_reward_model(name: str, **how: Any) -> RewardModel:
     return RewardModel.load(model_directory(name), **how)
 
 
-def reward_of_model(name: str, *, weight: float, device: str = "cpu") -> RewardModelReward:
-    """A reward model as a reward."""
-    return RewardModelReward.load(model_directory(name), weight=weight, device=device)
+def reward_of_model(source: str, **how: Any) -> RewardModelReward:
+    """A reward model as a reward; `how` is for `RewardModelReward.load`."""
+    return RewardModelReward.load(model_directory(source), **how)
 
 
 def start_reward_model(name: str, options: Any) -> RewardModel:

@@ -5,6 +5,7 @@ import logging
 import platform
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -110,3 +111,10 @@ def describe(
     }
     write_atomically(run.config, json.dumps(config, indent=1).encode())
     write_atomically(run.run, json.dumps(about, indent=1).encode())
+
+
+def note_end(run: RunDir, why: str) -> None:
+    """Say in run.json that an error ended the run. It stays until the run goes on."""
+    with suppress(OSError):  # the disk may be what failed
+        about = json.loads(run.run.read_text()) | {"ended": why}
+        write_atomically(run.run, json.dumps(about, indent=1).encode())

@@ -18,6 +18,7 @@ from rolecall.experience.stored import RolloutStore
 from rolecall.jobs.agents import EnvSource, check_episodes, env_source, episode_rows, open_arena, open_envs, try_out
 from rolecall.jobs.building import Built, Job, build_policy, loop_options, prepared
 from rolecall.jobs.data import PromptRows, check_prompts, open_judge, open_training_reward, prompt_rows, steps_of
+from rolecall.jobs.lessons import open_lessons
 from rolecall.jobs.models import as_served, engine_dtype, fingerprint, open_policy, open_reward_model, sampler
 from rolecall.jobs.prompting import style_of
 from rolecall.jobs.running import Run, train
@@ -110,7 +111,7 @@ def build(job: Job) -> Built:
     elif isinstance(engine, Published):
         collector = _ahead(job, options, asked, updater.ranks, **parts | {"engine": Pinned(engine), "timer": aside})
     else:
-        collector = _collector(options, asked, updater.ranks, arena, **parts)
+        collector = _collector(job, options, asked, updater.ranks, arena, **parts)
     learner = RLLearner(
         options,
         module=module,
@@ -174,12 +175,15 @@ def _arena(options: RLOptions, asked: _Asked, **parts: Any) -> Arena | None:
     return None if asked.envs is None else open_arena(asked.envs, options.agent, chat=options.chat, **parts)
 
 
-def _collector(options: RLOptions, asked: _Asked, ranks: Ranks, arena: Arena | None, **parts: Any) -> Collector:
+def _collector(
+    job: Job, options: RLOptions, asked: _Asked, ranks: Ranks, arena: Arena | None, **parts: Any
+) -> Collector:
     """What answers the rows, or plays their episodes."""
     assert asked.train is not None
     if arena is None:
         return Answers(options, rows=asked.train, ranks=ranks, **parts)
-    return Episodes(options, arena, rows=asked.train, ranks=ranks)
+    lessons = open_lessons(options, arena, ranks, job.stack)
+    return Episodes(options, arena, rows=asked.train, ranks=ranks, lessons=lessons)
 
 
 def _ahead(job: Job, options: RLOptions, asked: _Asked, ranks: Ranks, **parts: Any) -> Ahead:
@@ -194,7 +198,7 @@ def _ahead(job: Job, options: RLOptions, asked: _Asked, ranks: Ranks, **parts: A
     if line := options.ahead_line:
         _log.info(line)
     made = Ahead(
-        _collector(options, asked, ranks, _arena(options, asked, **parts), **parts),
+        _collector(job, options, asked, ranks, _arena(options, asked, **parts), **parts),
         parts["engine"],
         reward=asked.reward,
         ahead=options.ahead,
@@ -211,13 +215,19 @@ def _asked(job: Job, timer: Timer) -> _Asked:
     options, played = job.options, _played(job)
     if played is not None:
         check_episodes(options)
+    elif options.lessons.on:
+        raise UserError(
+            "lessons are for episodes: play the rows as an environment of one turn (--env addition), or leave out lessons.share"
+        )
+    if options.lessons.clip_high is not None and job.functions.get("loss") is not None:
+        raise UserError("a loss of your own clips as it likes: leave out lessons.clip_high, and look at batch.guided")
     if not (options.sampled_now or options.eval.every):
         return _Asked(reward=Unasked() if played is None else EnvOnly())
     if played is None:
         found = prompt_rows("addition" if options.rows is None else options.rows, options.eval, seed=options.seed)
     else:
         rows, held_out = episode_rows(
-            played, options.rows, options.eval, seed=options.seed, prompt=options.agent.prompt
+            played, options.rows, options.eval, seed=options.seed, prompt=options.agent.prompt, agent=options.agent
         )
         found = PromptRows(train=rows, test=held_out)
     reward: Reward = EnvOnly()
@@ -225,7 +235,7 @@ def _asked(job: Job, timer: Timer) -> _Asked:
         reward = open_training_reward(replace(job, timer=timer), found)
     envs = None
     if played is not None:
-        envs = open_envs(played, options.agent, job.stack)
+        envs = open_envs(played, options.agent, job.stack, options.sampling)
         try_out(played, envs, found.train[0])
     return _Asked(train=found.train, test=found.test, reward=reward, test_reward=found.test_reward, envs=envs)
 

@@ -9,7 +9,7 @@ for each.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -156,6 +156,20 @@ def algorithm_of(o: AlgorithmOptions, coefficients: Coefficients) -> Algorithm:
         return terms | regularisers(o, coefficients, out, batch)
 
     return Algorithm(advantage=advantage, loss=loss)
+
+
+def boosted(loss: Loss, wider: Loss) -> Loss:
+    """A loss whose policy term is that of `wider`, with another upper clip, in rows whose behaviour read lessons. An upper
+    clip holds where the advantage is positive: this is AgentEvolver's selective boosting."""
+
+    def mixed(out: Outputs, batch: Batch) -> dict[str, Term]:
+        terms = dict(loss(out, batch))
+        if batch.guided is not None:
+            values = torch.where(batch.guided[:, None], wider(out, batch)["policy"].values, terms["policy"].values)
+            terms["policy"] = replace(terms["policy"], values=values)
+        return terms
+
+    return mixed
 
 
 def policy_loss(o: AlgorithmOptions, out: Outputs, batch: Batch) -> Tensor:

@@ -56,6 +56,8 @@ class Collected:
     """Of episodes: all that the trajectory's agent read and said, its prompt first."""
     drawn: Resampled | None = None
     """With dynamic sampling: what it took."""
+    lessons: Sequence[Mapping[str, Any]] = ()
+    """What happened to the pool of lessons: lines for the run's directory."""
 
 
 class Collector(Protocol):

@@ -70,8 +70,10 @@ class Records:
             self._writing = self._aside.submit(self._write, step, last, path, self._rollouts(path, rollout))
 
     def updated(self, rollout: Rollout, steps: Sequence[MiniStep]) -> None:
-        """Write what every optimiser step did with every token."""
+        """Write what every optimiser step did with every token, and what became of the lessons."""
         self._finish()
+        for line in rollout.lessons:
+            self.run.lessons.append({"step": rollout.step + 1, **line})
         step, last = rollout.step + 1, self.options.save.updates
         if path := _path(self.run.updates, step, last):
             self._write(step, last, path, lambda: write_updates(path, self._updates(rollout, steps)))

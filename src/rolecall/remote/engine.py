@@ -36,6 +36,7 @@ from rolecall.remote.ours import RolecallDialect
 from rolecall.remote.probe import Expected, Scorer, Scores, scored, scores_with, trainer_scores
 from rolecall.remote.rehearsal import disturbed, draw_requests, drawn_wrong
 from rolecall.remote.server import Server, StaleServerError, Wanted
+from rolecall.remote.sglang import SglangDialect
 from rolecall.remote.vllm import VllmDialect
 from rolecall.rollout.engine import (
     Engine,
@@ -53,7 +54,7 @@ from rolecall.types import Completion, Request, Sampling
 
 _log = logging.getLogger("rolecall.rollout")
 
-DIALECTS: tuple[Dialect, ...] = (RolecallDialect(), VllmDialect())
+DIALECTS: tuple[Dialect, ...] = (RolecallDialect(), VllmDialect(), SglangDialect())
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _FILE = "model.safetensors"
 _NOTED, _ADAPTERS = 64, 8
@@ -150,10 +151,11 @@ class ServerEngine(Engine):
                 drawn = self._background.run(server.answer(asked, version=0, seconds=None))
             except (ServerLostError, StaleServerError) as error:
                 raise UserError(f"engine.servers {server.url}: {error}; start it again", exit_code=75) from error
-            if (off := drawn_wrong(drawn, logprobs)) is not None:
+            why = drawn_wrong(drawn, logprobs, band=self._expected.widest)
+            if why is not None:
                 raise UserError(
                     f"engine.servers {server.url} does not draw at temperature {sampling.scoring_temperature:g}, as it is "
-                    f"told: the log-probs of {len(drawn)} tokens that it drew are {off:+.1f} standard deviations off"
+                    f"told: {why}"
                 )
 
     def _rehearse_adapter(self) -> None:

@@ -20,7 +20,7 @@ _NAME = re.compile(r"\w[\w.=+@,-]*")
 _STEP_FILE = re.compile(r"step-([0-9]{6,})(\.[\w-]+)*\.parquet")
 _LAYOUT = (
     *("config.json", "run.json", "metrics.jsonl", "timing.jsonl", "report.html"),
-    *("answers.jsonl", "best_of_n.json"),
+    *("answers.jsonl", "best_of_n.json", "lessons.jsonl"),
     *("rollouts", "updates", "checkpoints", "model", "curves", "trackers"),
 )
 _log = logging.getLogger(__name__)
@@ -94,12 +94,19 @@ class RunDir:
             fsync_path(self.path)
             self.metrics = JsonLines(self.path / "metrics.jsonl")
             self.timing = JsonLines(self.path / "timing.jsonl")
+            self._lessons: JsonLines | None = None
         except BaseException as error:
             self._lock.release()
             code = disk_errno(error, place=self.path)
             if code is None:
                 raise
             raise disk_error("a run", self.path, code) from error
+
+    @property
+    def lessons(self) -> JsonLines:
+        """What happened to the pool of lessons. The file is made when it is first asked for."""
+        self._lessons = self._lessons or JsonLines(self.path / "lessons.jsonl")
+        return self._lessons
 
     def cut_after(self, step: int) -> None:
         """Bring the directory back to how it was after `step`: later lines, rollouts, updates and checkpoints go.
@@ -108,6 +115,8 @@ class RunDir:
         """
         self.metrics.cut_after(step)
         self.timing.cut_after(step)
+        if (self.path / "lessons.jsonl").is_file():
+            self.lessons.cut_after(step)
         for folder in (self.rollouts, self.updates):
             for number, path in _step_files(folder):
                 if number > step:
@@ -138,6 +147,8 @@ class RunDir:
         try:
             self.metrics.sync()
             self.timing.sync()
+            if self._lessons is not None:
+                self._lessons.sync()
             for folder in (self.rollouts, self.updates):
                 fsync_path(folder)
         except OSError as error:
@@ -147,6 +158,8 @@ class RunDir:
         """Close the logs and give the directory back."""
         self.metrics.close()
         self.timing.close()
+        if self._lessons is not None:
+            self._lessons.close()
         self._lock.release()
 
     def __enter__(self) -> Self:
