@@ -11,6 +11,7 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112  Ray's name; other programs are none of its business
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     made.extra = [made.add_node(num_cpus=1) for _ in range(2)]
     os.environ["RAY_ADDRESS"] = made.address

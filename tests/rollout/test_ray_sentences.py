@@ -44,6 +44,12 @@ def test_without_an_address_a_cluster_is_started_whatever_else_runs_here(monkeyp
     assert (asked["address"], asked["num_cpus"]) == ("local", 3)
 
 
+def test_an_actor_that_ray_ended_for_memory_is_said_so():
+    kind = type("OutOfMemoryError", (Exception,), {})
+    assert ray_cluster.in_words(kind("many\nlines")) == "its machine ran out of memory, so Ray ended it"
+    assert ray_cluster.in_words(ValueError("first\nlast")) == "last"
+
+
 class Full(Exception):
     """As Ray raises it."""
 

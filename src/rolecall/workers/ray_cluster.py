@@ -58,6 +58,8 @@ def check_resources(ray: Any, count: int, needs: Mapping[str, float], *, what: s
 
 def in_words(error: BaseException) -> str:
     """The last line of what Ray says, which names the cause."""
+    if type(error).__name__ == "OutOfMemoryError":
+        return "its machine ran out of memory, so Ray ended it"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1][:300] if lines else type(error).__name__
 
