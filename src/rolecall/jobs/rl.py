@@ -18,7 +18,7 @@ from rolecall.experience.stored import RolloutStore
 from rolecall.jobs.agents import EnvSource, check_episodes, env_source, episode_rows, open_arena, open_envs, try_out
 from rolecall.jobs.building import Built, Job, build_policy, loop_options, prepared
 from rolecall.jobs.data import PromptRows, check_prompts, open_judge, open_training_reward, prompt_rows, steps_of
-from rolecall.jobs.models import as_served, engine_dtype, fingerprint, open_policy, open_reward_model, sampler
+from rolecall.jobs.models import as_served, engine_dtype, fingerprint, open_policy, open_reward_model, samplers
 from rolecall.jobs.prompting import style_of
 from rolecall.jobs.running import Run, train
 from rolecall.policy.heads import Critic, ScalarHead
@@ -26,17 +26,18 @@ from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter, merged
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.token_text import token_bytes
-from rolecall.recipes.ahead import Ahead
-from rolecall.recipes.collect import Answers, Collector, StoredAnswers, Unasked, run_state
+from rolecall.recipes.ahead import Ahead, InOrder, Lane
+from rolecall.recipes.collect import Answers, Collector, OfRows, StoredAnswers, Unasked, run_state
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.guard import Guard
 from rolecall.recipes.records import Records
 from rolecall.recipes.rl import RLLearner, engine_weights
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine, warn_if_support_is_cut
-from rolecall.rollout.pinned import Pinned, Published
+from rolecall.rollout.pinned import Published
 from rolecall.tasks.rows import Rows
 from rolecall.tasks.sources import RowsSource
+from rolecall.tasks.streams import Stream
 from rolecall.train.callbacks import Given
 from rolecall.train.progress import Progress
 from rolecall.train.ranks import Ranks
@@ -101,13 +102,13 @@ def build(job: Job) -> Built:
     module = _module(policy, options)
     reference = Reference(module) if options.algorithm.kl_coef > 0 else None
     updater = prepared(module, job, reference=reference)
-    engine, options, guard = _engine(job, options, policy, updater, aside)
+    engine, options, guard = _engine(job, options, policy, updater, aside, _lanes(options, asked))
     parts: dict[str, Any] = {"policy": policy, "engine": engine, "reward": asked.reward, "timer": job.timer}
     arena = _arena(options, asked, **parts)
     if options.from_run is not None:
         collector: Collector = _stored_answers(options, policy, engine, updater.ranks)
     elif isinstance(engine, Published):
-        collector = _ahead(job, options, asked, updater.ranks, **parts | {"engine": Pinned(engine), "timer": aside})
+        collector = _ahead(job, options, asked, updater.ranks, engine, aside, policy)
     else:
         collector = _collector(options, asked, updater.ranks, arena, **parts)
     learner = RLLearner(
@@ -143,15 +144,14 @@ def build(job: Job) -> Built:
 
 
 def _engine(
-    job: Job, options: RLOptions, policy: LoadedModel, updater: Updater, timer: Timer
+    job: Job, options: RLOptions, policy: LoadedModel, updater: Updater, timer: Timer, lanes: int
 ) -> tuple[Engine, RLOptions, Guard]:
     """What samples, the options as that turned out to be, and who watches that both sides agree."""
-    engine = sampler(policy, options, timer=timer, updater=updater)
-    job.stack.callback(getattr(engine, "close", lambda: None))
-    options = as_served(options, engine)
+    engines = samplers(policy, options, lanes, timer=timer, updater=updater, stack=job.stack)
+    engine, options = engines[0], as_served(options, engines[0])
     dtype = engine_dtype(options) or policy.model.dtype
     if options.ahead:
-        engine = Published(engine, engine_weights(policy), dtype=dtype)
+        engine = Published(engines, engine_weights(policy), dtype=dtype)
     warn_if_support_is_cut(options.sampling)
     if line := options.weights_line:
         _log.info(line)
@@ -168,7 +168,7 @@ def _arena(options: RLOptions, asked: _Asked, **parts: Any) -> Arena | None:
     return None if asked.envs is None else open_arena(asked.envs, options.agent, chat=options.chat, **parts)
 
 
-def _collector(options: RLOptions, asked: _Asked, ranks: Ranks, arena: Arena | None, **parts: Any) -> Collector:
+def _collector(options: RLOptions, asked: _Asked, ranks: Ranks, arena: Arena | None, **parts: Any) -> OfRows:
     """What answers the rows, or plays their episodes."""
     assert asked.train is not None
     if arena is None:
@@ -176,8 +176,17 @@ def _collector(options: RLOptions, asked: _Asked, ranks: Ranks, arena: Arena | N
     return Episodes(options, arena, rows=asked.train, ranks=ranks)
 
 
-def _ahead(job: Job, options: RLOptions, asked: _Asked, ranks: Ranks, **parts: Any) -> Ahead:
-    """The same, `options.ahead` steps ahead of training."""
+def _lanes(options: RLOptions, asked: _Asked) -> int:
+    """How many steps may be sampled at once: their rows must be known before they are sampled, and each needs an engine."""
+    if options.algorithm.resample or isinstance(asked.train, Stream) or isinstance(asked.envs, Programs):
+        return 1
+    return max(1, options.ahead)
+
+
+def _ahead(
+    job: Job, options: RLOptions, asked: _Asked, ranks: Ranks, published: Published, aside: Timer, policy: LoadedModel
+) -> Ahead:
+    """The same, `options.ahead` steps ahead of training, in as many lanes as there are engines."""
     if options.algorithm.resample and job.accelerator.num_processes > 1:
         raise UserError(
             "algorithm.resample lets the processes of a job agree on further prompts, which they cannot while they train: "
@@ -187,15 +196,13 @@ def _ahead(job: Job, options: RLOptions, asked: _Asked, ranks: Ranks, **parts: A
         raise UserError("episodes that a program plays itself are not sampled ahead of training: leave out async.ahead")
     if line := options.ahead_line:
         _log.info(line)
-    made = Ahead(
-        _collector(options, asked, ranks, _arena(options, asked, **parts), **parts),
-        parts["engine"],
-        reward=asked.reward,
-        ahead=options.ahead,
-        steps=options.steps,
-        timer=job.timer,
-        aside=parts["timer"],
-    )
+    reward, played, lanes = InOrder(asked.reward, published), _played(job), list[Lane]()
+    for engine in published.pinned:
+        parts: dict[str, Any] = {"policy": policy, "engine": engine, "reward": reward, "timer": Timer()}
+        own = asked if not lanes or played is None else replace(asked, envs=open_envs(played, options.agent, job.stack))
+        collector = _collector(options, own, ranks, _arena(options, own, **parts), **parts)
+        lanes.append(Lane(collector=collector, engine=engine, timer=parts["timer"]))
+    made = Ahead(lanes, reward=reward, ahead=options.ahead, steps=options.steps, timer=job.timer, aside=aside)
     job.stack.callback(made.close)
     return made
 

@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -37,6 +38,8 @@ class EnginePool(WorkerPool, UnitPool):
     ) -> None:
         """`how` is for `open_engine` and `reads` for `load`; `add` takes what is measured of the workers, by name."""
         UnitPool.__init__(self, loaded, options, dtype=how["dtype"] or loaded.model.dtype, add=add)
+        self._holds: dict[int, int] = {}
+        """The version that a worker, by its process, was given last."""
         self._directory = own_directory(sum(p.numel() * 4 for p in loaded.model.parameters()))
         weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         save(loaded, self._directory / "model")
@@ -69,29 +72,34 @@ class EnginePool(WorkerPool, UnitPool):
 
     def _publish(self, weights: Mapping[str, Tensor], version: int) -> tuple[str, str]:
         path = self._directory / f"v{version:06d}.safetensors"
-        fingerprint = write_weights(path, weights, self.dtype)
-        for old in self._directory.glob("v*.safetensors"):
-            if old != path:
-                old.unlink()
-        return str(path), fingerprint
+        return str(path), write_weights(path, weights, self.dtype)
 
-    def _hand_out(self, queue: deque[Asked], heard: Heard) -> None:
+    def _withdraw(self, weights: str) -> None:
+        Path(weights).unlink(missing_ok=True)
+
+    def _hand_out(self, heard: Heard) -> None:
         for worker in list(self.workers):
-            self._give(worker, queue, _pack, heard)
+            if self._queue and worker.ready and worker.job is None:
+                chosen = deque([self._next(self._holds.get(worker.process.pid))])
+                self._give(worker, chosen, self._pack, heard)
+                self._queue.extendleft(chosen)  # it could not be given
 
-    def _take_in(self, heard: Heard) -> None:
-        self._hear(heard, 1.0)
+    def _take_in(self, heard: Heard, patience: float) -> None:
+        self._hear(heard, patience)
         for worker in self._busy:
             if late := self._late(worker.job):
                 self._replace(worker)
                 heard(worker.job, late)
 
-    def _units_given(self) -> int:
-        return len(self._busy)
-
-    def _abandon(self) -> None:
+    def _abandon(self, by: Any) -> None:
         for worker in self._busy:
-            self._replace(worker)
+            if worker.job.by is by:
+                self._replace(worker)
+
+    def _pack(self, asked: Asked, worker: Worker) -> bytes:
+        asked.since = monotonic()
+        self._holds[worker.process.pid] = asked.unit.version
+        return pickle.dumps(asked.unit)
 
     def _start(self, setup: bytes) -> Worker:
         self._pause()
@@ -103,8 +111,3 @@ class EnginePool(WorkerPool, UnitPool):
     def _not_loaded(self, worker: Worker, why: str) -> None:
         self._replace(worker)
         self._lose(why)
-
-
-def _pack(asked: Asked, worker: Worker) -> bytes:
-    asked.since = monotonic()
-    return pickle.dumps(asked.unit)
