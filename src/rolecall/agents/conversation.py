@@ -64,6 +64,8 @@ class TokenSample:
     turns: list[tuple[int, int]] = field(default_factory=list)
     authors: list[Run] = field(default_factory=list)
     supports: list[bytes] = field(default_factory=list)
+    versions: list[tuple[int, int, int]] = field(default_factory=list)
+    """(start, end, version) of what the policy wrote, run by run."""
 
     def extend(self, ids: Sequence[int], roles: Sequence[int], authors: Sequence[Run]) -> None:
         """Append what the policy did not write. `authors` count from the first of the new tokens."""
@@ -85,6 +87,8 @@ class TokenSample:
         self.logprobs += completion.behaviour_logprobs
         self.supports += completion.supports or [b""] * len(completion.ids)
         self.turns.append((start, end))
+        spans = completion.versions or [(0, len(completion.ids), completion.policy_version)]
+        self.versions += [(start + a, start + b, version) for a, b, version in spans if b > a]
         if end > start:
             self.authors.append((start, end, "policy"))
 
@@ -102,6 +106,7 @@ class TokenSample:
         self.roles[:end] = [int(Role.OBSERVATION) if role in chosen else role for role in self.roles[:end]]
         self.logprobs[:end] = [float("nan")] * end
         self.supports[:end] = [b""] * end
+        self.versions = [span for span in self.versions if span[0] >= end]
         self.authors = [(a, b, "history" if who == "policy" and a < end else who) for a, b, who in self.authors]
 
     def ended(self) -> "TokenSample":
@@ -116,6 +121,7 @@ class TokenSample:
             self.turns,
             [run for run in self.authors if run[0] < end],
             self.supports[:end],
+            [span for span in self.versions if span[0] < end],
         )
 
 

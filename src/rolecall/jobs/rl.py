@@ -34,7 +34,9 @@ from rolecall.recipes.records import Records
 from rolecall.recipes.rl import RLLearner, engine_weights
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine, warn_if_support_is_cut
+from rolecall.rollout.native import NativeEngine
 from rolecall.rollout.pinned import Published
+from rolecall.rollout.units import Side, UnitPool
 from rolecall.tasks.rows import Rows
 from rolecall.tasks.sources import RowsSource
 from rolecall.tasks.streams import Stream
@@ -151,11 +153,24 @@ def _engine(
     engine, options = engines[0], as_served(options, engines[0])
     dtype = engine_dtype(options) or policy.model.dtype
     if options.ahead:
-        engine = Published(engines, engine_weights(policy), dtype=dtype)
+        if options.inflight:
+            _let_follow(engines)
+        engine = Published(engines, engine_weights(policy), dtype=dtype, inflight=options.inflight)
     warn_if_support_is_cut(options.sampling)
     if line := options.weights_line:
         _log.info(line)
     return engine, options, Guard(options, policy=policy, updater=updater, engine=engine, engine_dtype=dtype)
+
+
+def _let_follow(engines: Sequence[Engine]) -> None:
+    """Allow weights to change while answers grow."""
+    for engine in engines:
+        held = engine.pool if isinstance(engine, Side) else engine
+        if not isinstance(held, NativeEngine | UnitPool):
+            raise UserError(
+                "async.inflight works with the native engine, which cannot run this model: leave out async.inflight"
+            )
+        held.inflight = True
 
 
 def _played(job: Job) -> EnvSource | None:

@@ -127,6 +127,10 @@ class Ahead:
         """The version that samples a step."""
         return max(0, step - self.ahead)
 
+    def _oldest(self, step: int) -> int:
+        """The oldest version that a step and those after it are sampled by."""
+        return self.published.version if self.published.inflight else self.version(step)
+
     def collect(self, step: int) -> Collected:
         """What was sampled for the step; waits until it is there."""
         if not self._threads or self._next != step:
@@ -136,14 +140,15 @@ class Ahead:
         if isinstance(made, BaseException):
             self.close()
             raise made
-        odd = {t.policy_version for t in made.found.trajectories} - {self.version(step)}
+        last = step if self.published.inflight else self.version(step)
+        odd = {t.policy_version for t in made.found.trajectories} - {*range(self.version(step), last + 1)}
         if odd:
             raise RuntimeError(f"step {step + 1} was sampled by version {odd.pop()}, not by {self.version(step)}")
         for name, seconds in made.seconds.items():
             self.timer.add(name, seconds)
         self._stand_at(made.position)
         self._metrics, self._hash, self._next = made.metrics, made.hash, step + 1
-        self.published.forget(before=self.version(step + 1))
+        self.published.forget(before=self._oldest(step + 1))
         return made.found
 
     def take_metrics(self) -> dict[str, float]:
@@ -157,7 +162,7 @@ class Ahead:
     def state_dict(self) -> dict[str, Any]:
         """The position after the last step that was trained on, and the versions that the next ones are sampled by."""
         published = self.published
-        return {**self._position, "published": published.earlier(since=self.version(published.version))}
+        return {**self._position, "published": published.earlier(since=self._oldest(published.version))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there: what has been sampled since is forgotten."""
@@ -184,7 +189,7 @@ class Ahead:
         self.published.stop()
         for thread in self._threads:
             thread.join()
-        if gone := self.published.missing(range(self.version(first), self.published.version)):
+        if gone := self.published.missing(range(self._oldest(first), self.published.version)):
             raise UserError(
                 f"step {first + 1} is sampled by version {gone[0]} of the weights with async.ahead {self.ahead}, which the "
                 "checkpoint does not hold: resume with the async.ahead that it was saved with, or a smaller one"
@@ -208,7 +213,7 @@ class Ahead:
                 version = self.version(step)
                 self.published.wait_for(version)
                 with lane.engine.turn(version), self.reward.step(step):
-                    ready.put(self._collect(lane, step, self.published.hash(version)))
+                    ready.put(self._collect(lane, step, lane.engine.hash()))
                 lane.collector.skip(len(self.lanes) - 1)
         except Stopped:
             return

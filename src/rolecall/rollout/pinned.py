@@ -3,6 +3,8 @@
 The trainer's engine is `Published`: `load` keeps a copy of the weights under their version. A `Pinned` is the engine of whoever
 samples a step ahead: it answers by the version whose turn it is, whatever has been published since. There may be several, each
 with an engine of its own, so that several steps are sampled at once, each by its own version.
+
+In flight, answers that grow go on with every version that is published: what they are depends on when.
 """
 
 import threading
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rolecall.policy.sharded import whole
-from rolecall.rollout.engine import Engine, Flight, weights_hash
+from rolecall.rollout.engine import Engine, Flight, LocalEngine, weights_hash
 from rolecall.rollout.stops import Ticket
 from rolecall.types import Completion, Request
 
@@ -34,9 +36,12 @@ class _Version:
 class Published(Engine):
     """The engines as the trainer sees them: one, of the newest version. It holds every version until `forget`."""
 
-    def __init__(self, engines: Sequence[Engine], weights: Mapping[str, Tensor], *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], weights: Mapping[str, Tensor], *, dtype: torch.dtype, inflight: bool = False
+    ) -> None:
         """`weights` are what `engines` begin with, and `dtype` is what they sample in."""
         self.dtype, self._versions, self._changed = dtype, dict[int, _Version](), threading.Condition()
+        self.inflight = inflight
         self.pinned = [Pinned(self, engine) for engine in engines]
         self.scoring = threading.Lock()
         """Held by whoever scores: rewards are shared."""
@@ -44,13 +49,16 @@ class Published(Engine):
         self.load(weights, engines[0].version)
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Publish a version: nothing that is sampled now is disturbed."""
+        """Publish a version: nothing that is sampled now is disturbed, unless in flight."""
         copy = {name: whole(w.detach()).to("cpu", self.dtype, copy=True) for name, w in weights.items()}
         made = _Version(weights=copy, hash=weights_hash(copy, self.dtype))
         self._expect(version)  # now, while the trainer has these weights
         with self._changed:
             self._versions[version], self.version = made, version
             self._changed.notify_all()
+        if self.inflight:
+            for pinned in self.pinned:
+                pinned.pass_on()
 
     def _expect(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
         """Tell engines that are compared with the trainer what they will be compared with when this version's turn comes."""
@@ -84,8 +92,8 @@ class Published(Engine):
         return evaluate_alone
 
     def wait_for(self, version: int) -> None:
-        """Return when the version is there; raise `Stopped` if nobody waits any more."""
-        self.wait_until(lambda: version in self._versions)
+        """Return when the version was published; raise `Stopped` if nobody waits any more."""
+        self.wait_until(lambda: self.version >= version)
 
     def wait_until(self, there: Callable[[], bool]) -> None:
         """Return when something is there, for which whoever brings it calls `wake`; or `Stopped`."""
@@ -149,13 +157,13 @@ class Pinned(Engine):
 
     @contextmanager
     def turn(self, version: int | None = None) -> Iterator[None]:
-        """Nobody else samples with this engine meanwhile, and answers are of this version, by default the newest. A turn
-        within a turn is the same one."""
+        """Nobody else samples with this engine meanwhile, and answers are of this version, by default or in flight the
+        newest. A turn within a turn is the same one."""
         with self._turn:
             self._depth += 1
             try:
                 if self._depth == 1:
-                    self._take(self.published.version if version is None else version)
+                    self._take(self.published.version if version is None or self.published.inflight else version)
                 yield
             finally:
                 self._depth -= 1
@@ -166,6 +174,16 @@ class Pinned(Engine):
         self.engine.load(held.weights, version)
         if (found := self.engine.hash()) != held.hash:
             raise RuntimeError(f"the weights of version {version} reached the engine changed: {found} for {held.hash}")
+
+    def pass_on(self) -> None:
+        """Give a new version to an engine in other processes; one in this process takes it between two of its steps."""
+        if not isinstance(self.engine, LocalEngine):
+            self._take(self.published.version)
+
+    def follow(self) -> None:
+        """In flight: take the newest version, unless the engine has it."""
+        if self.published.inflight and self.engine.version != self.published.version:
+            self._take(self.published.version)
 
     @property
     def version(self) -> int:  # type: ignore[override]
@@ -182,14 +200,14 @@ class Pinned(Engine):
 
     def open(self) -> Flight:
         """A flight that ends with `Stopped` once nobody waits."""
-        return _Stoppable(self.engine.open(), self.published)
+        return _Watching(self.engine.open(), self)
 
 
-class _Stoppable(Flight):
-    """A flight that looks before each step whether it is still wanted."""
+class _Watching(Flight):
+    """A flight that looks before each step whether it is still wanted, and in flight by which weights."""
 
-    def __init__(self, flight: Flight, published: Published) -> None:
-        self._flight, self._published = flight, published
+    def __init__(self, flight: Flight, pinned: Pinned) -> None:
+        self._flight, self._pinned = flight, pinned
 
     def __len__(self) -> int:
         return len(self._flight)
@@ -201,5 +219,6 @@ class _Stoppable(Flight):
         self._flight.cancel(ticket)
 
     def step(self) -> list[tuple[Ticket, Completion]]:
-        self._published.check_wanted()
+        self._pinned.published.check_wanted()
+        self._pinned.follow()
         return self._flight.step()

@@ -1,10 +1,12 @@
 """A pool is an engine over engines: each worker process samples from a copy of the weights, whichever prompts it is given."""
 
+import json
 import pickle
 import shutil
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from rolecall.config.parts import EngineOptions
 from rolecall.errors import UserError
+from rolecall.files import write_atomically
 from rolecall.policy.load import LoadedModel, save
 from rolecall.rollout.published import own_directory, write_weights
 from rolecall.rollout.units import CLOSING_S, Asked, Heard, UnitPool
@@ -41,6 +44,7 @@ class EnginePool(WorkerPool, UnitPool):
         self._holds: dict[int, int] = {}
         """The version that a worker, by its process, was given last."""
         self._directory = own_directory(sum(p.numel() * 4 for p in loaded.model.parameters()))
+        self._newest = self._directory / "newest.json"
         weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         save(loaded, self._directory / "model")
         self.load(dict(loaded.model.named_parameters()), 0)
@@ -72,7 +76,9 @@ class EnginePool(WorkerPool, UnitPool):
 
     def _publish(self, weights: Mapping[str, Tensor], version: int) -> tuple[str, str]:
         path = self._directory / f"v{version:06d}.safetensors"
-        return str(path), write_weights(path, weights, self.dtype)
+        fingerprint = write_weights(path, weights, self.dtype)
+        write_atomically(self._newest, json.dumps([str(path), version, fingerprint]).encode())
+        return str(path), fingerprint
 
     def _withdraw(self, weights: str) -> None:
         Path(weights).unlink(missing_ok=True)
@@ -98,6 +104,10 @@ class EnginePool(WorkerPool, UnitPool):
 
     def _pack(self, asked: Asked, worker: Worker) -> bytes:
         asked.since = monotonic()
+        if self.inflight:
+            weights, version, fingerprint = json.loads(self._newest.read_text())
+            newest = {"weights": weights, "version": version, "hash": fingerprint, "newest": str(self._newest)}
+            asked.unit = replace(asked.unit, **newest)
         self._holds[worker.process.pid] = asked.unit.version
         return pickle.dumps(asked.unit)
 

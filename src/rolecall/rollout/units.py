@@ -88,9 +88,12 @@ class UnitPool(Engine):
         self._closing = False
         self._lock = threading.Lock()
         """Whoever has it gives units to workers and listens to them, for all who ask."""
+        self._loading = threading.Lock()
         self._queue: deque[Asked] = deque()
         self._published: dict[int, tuple[Any, str]] = {}
         self._sides: list[Side] = []
+        self.inflight = False
+        """Whether answers that grow go on with the weights of the next `load`."""
 
     @abstractmethod
     def _publish(self, weights: Mapping[str, Tensor], version: int) -> tuple[Any, str]:
@@ -115,12 +118,13 @@ class UnitPool(Engine):
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Publish new weights; a worker takes them with the next unit it is given that names them."""
         check_weights(weights, self._shapes)
-        made = self._publish(weights, version)
-        kept = {side.version for side in self._sides}
-        for old in [v for v in self._published if v not in kept and v != version]:
-            self._withdraw(self._published.pop(old)[0])
-        self._published[version] = made
-        self.version = version
+        with self._loading:
+            made = self._publish(weights, version)
+            kept = {self.version} if self.inflight else {side.version for side in self._sides}
+            for old in [v for v in self._published if v not in kept and v != version]:
+                self._withdraw(self._published.pop(old)[0])
+            self._published[version] = made
+            self.version = version
 
     def side(self) -> "Side":
         """The pool as an engine with a version of its own. Sides are asked at the same time, and every worker answers all."""
@@ -198,16 +202,17 @@ class UnitPool(Engine):
 
     def _new(self, asked: Asked, completion: Completion) -> list[Completion]:
         """The answer, unless it came before, from a worker that was lost then. Other weights are an error of the worker."""
-        if completion.policy_version != asked.unit.version:
+        version = completion.policy_version
+        if version != asked.unit.version and not (self.inflight and version > asked.unit.version):
             self._add("workers/stale", 1.0)
-            raise ValueError(f"an answer of version {completion.policy_version}, {asked.unit.version} was asked for")
+            raise ValueError(f"an answer of version {version}, {asked.unit.version} was asked for")
         key = (completion.prompt, completion.sample)
         if not any(r.prompt == key[0] and 0 <= key[1] - r.first_sample < r.n for r in asked.unit.requests):
             raise ValueError(f"an answer that nobody asked for: {key}")
         before = asked.found.setdefault(key, completion)
         if before is completion:
             return [completion]
-        if before != completion:
+        if before != completion and not self.inflight:
             self._add("workers/differing", 1.0)
             _log.warning("prompt %d sample %d was answered differently by another worker", *key)
         return []
@@ -252,9 +257,9 @@ class Side(Engine):
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Publish a version, unless it is."""
-        self.version = version
         if not self.pool.has(version):
             self.pool.load(weights, version)
+        self.version = version
 
     def hash(self) -> str:
         """The fingerprint of its version."""
