@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from resume_driver import ROWS, Letters, differing, interrupt, options
 from safetensors.torch import load_file
 
-from rolecall.agents.programs import Programs
 from rolecall.config.merge import ConfigError
 from rolecall.errors import UserError
 from rolecall.experience.store import read_rollouts
@@ -227,8 +226,6 @@ def test_what_cannot_be_sampled_ahead_is_refused(tmp_path):
         job = SimpleNamespace(accelerator=SimpleNamespace(num_processes=processes))
         return rl._ahead(job, options("grpo", tmp_path, ahead=1, **more), asked, Ranks(), None, Timer(), None)
 
-    with pytest.raises(UserError, match="episodes that a program plays itself are not sampled ahead of training"):
-        made(1, rl._Asked(reward=Slow(), envs=object.__new__(Programs)))
     with pytest.raises(UserError, match="agree on further prompts, which they cannot while they train"):
         made(2, rl._Asked(reward=Slow()), **{"algorithm.resample": 2})
 

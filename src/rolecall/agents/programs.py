@@ -24,6 +24,7 @@ from rolecall.agents.play import Drawn, Played, Wanted, dialect_of, drawn_for
 from rolecall.agents.pool import Failure
 from rolecall.config.agents import AgentOptions
 from rolecall.rollout.engine import Engine
+from rolecall.rollout.pinned import Pinned, Stopped
 from rolecall.rollout.service import Service
 from rolecall.tasks.env import SOLO, EnvError
 from rolecall.types import Finish, Request, Sampling
@@ -214,7 +215,10 @@ class ProgramPlayer:
     ) -> None:
         self.engine, self.programs, self.dialect, self.options = engine, programs, dialect, options
         limit = min(context_length, options.context_tokens or context_length)
-        self.gateway = programs.gateway = Gateway(programs.socket, options, context_length=limit, model=model)
+        # Players of the same programs share it: they take turns.
+        self.gateway = programs.gateway = programs.gateway or Gateway(
+            programs.socket, options, context_length=limit, model=model
+        )
         self.advance: Callable[[int, int, str], None] = lambda done, total, unit: None
         """Told how many episodes have ended."""
 
@@ -244,14 +248,21 @@ class ProgramPlayer:
                 begun=begun,
                 waited=lambda at: sessions[at].waited,
                 ended=ended,
-                late=lambda: monotonic() >= until,
+                late=lambda: monotonic() >= until or self._stopped,
             )
         finally:
             for session in sessions:
                 self.gateway.end(session)
             service.close()
+        if self._stopped:
+            raise Stopped
         version = self.engine.version
         return [_played(w, sessions[i], found[i], version) for i, w in enumerate(wanted)]
+
+    @property
+    def _stopped(self) -> bool:
+        """Whether nobody waits any more for what is sampled ahead."""
+        return isinstance(self.engine, Pinned) and self.engine.published.stopped
 
     def _session(self, wanted: Wanted, drawn: Drawn) -> Session:
         return Session(

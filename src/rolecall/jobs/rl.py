@@ -207,8 +207,6 @@ def _ahead(
             "algorithm.resample lets the processes of a job agree on further prompts, which they cannot while they train: "
             "leave out async.ahead, or algorithm.resample"
         )
-    if isinstance(asked.envs, Programs):
-        raise UserError("episodes that a program plays itself are not sampled ahead of training: leave out async.ahead")
     if line := options.ahead_line:
         _log.info(line)
     reward, played, lanes = InOrder(asked.reward, published), _played(job), list[Lane]()
