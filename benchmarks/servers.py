@@ -1,9 +1,11 @@
-"""What it costs to sample through `rolecall serve` instead of in the trainer's process: `python benchmarks/servers.py [MODEL]`.
+"""What it costs to sample through a server instead of in the trainer's process, and how long weights take to get there:
+`python benchmarks/servers.py [MODEL | smollm2] [--vllm] [--turns N]`.
 
-Both sides do the same work in turns in one run, so that a machine with other work slows both. Writes the last section of
-docs/performance.md; with a model's name, prints the table for that instead.
+All sides do the same work in turns in one run, so that a machine with other work slows all. Writes the part of
+docs/performance.md that is about this model and server.
 """
 
+import argparse
 import os
 import secrets
 import statistics
@@ -18,17 +20,22 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
-MARK = "<!-- from here on: benchmarks/servers.py -->"
-PROMPTS, SAMPLES, PROMPT, NEW, TURNS = 16, 8, 32, 64, 15
+PROMPTS, SAMPLES, PROMPT, NEW, RANK = 16, 8, 32, 64, 16
 CLIENTS = (1, 4, 16, 64)
+WAYS = {
+    "directory": "from a directory",
+    "upload": "sent over HTTP",
+    "broadcast": "by broadcast",
+    "adapter": f"adapter of rank {RANK} alone, from a directory",
+    "adapter broadcast": f"adapter of rank {RANK} alone, by broadcast",
+}
 
 
 @contextmanager
-def served(model: str) -> Iterator[str]:
+def served(model: str, *more: str) -> Iterator[str]:
     """The address of a server in a process of its own."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rolecall", "serve", model, "--port", "0"], stdout=subprocess.PIPE, text=True
-    )
+    words = [sys.executable, "-m", "rolecall", "serve", model, "--port", "0", *more]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         yield process.stdout.readline().split(" on ")[1].strip()
@@ -55,51 +62,77 @@ def seconds(work: Callable[[], Any]) -> float:
 
 def main() -> None:
     """Measure and write."""
-    model = sys.argv[1] if len(sys.argv) > 1 else "tiny"
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", nargs="?", default="tiny")
+    parser.add_argument("--vllm", action="store_true")
+    parser.add_argument("--turns", type=int, default=15)
+    given = parser.parse_args()
     os.environ |= {
         "ROLECALL_SERVER_KEY": secrets.token_urlsafe(24),
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
     }
+    model = given.model
+    if model == "smollm2":
+        sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+        from smollm2 import smollm2_path
+
+        model = str(smollm2_path())
+    with served(model, *(["--vllm", "--vllm-args=--enforce-eager"] if given.vllm else [])) as url:
+        found, rates = measure(model, url, turns=given.turns, vllm=given.vllm)
+    write(given, table(given, found, rates))
+
+
+def measure(model: str, url: str, *, turns: int, vllm: bool) -> tuple[dict[str, list[float]], dict[int, float]]:
+    """Seconds of each kind of work in each turn, and tokens a second by the number of clients."""
     from rolecall.config.parts import EngineOptions
     from rolecall.jobs.models import sampler
     from rolecall.policy.load import load
+    from rolecall.policy.lora import add_adapter, merged_weights
     from rolecall.rollout.open import open_engine
     from rolecall.types import Request, Sampling
 
-    loaded = load(model)
-    weights = dict(loaded.model.named_parameters())
     sampling = Sampling(max_new_tokens=NEW, stop_ids=())
+    prompts = PROMPTS if turns > 5 else 2
     asked = [
         Request(prompt_ids=tuple(range(3 + i, 3 + i + PROMPT)), sampling=sampling, n=SAMPLES, prompt=i)
-        for i in range(PROMPTS)
+        for i in range(prompts)
     ]
+    loaded = load(model)
+    weights = {name: p.detach() for name, p in loaded.model.named_parameters()}
+    policy = add_adapter(load(model), rank=RANK)
     here = open_engine(loaded, name="native", max_rows=256)
-    with served(model) as url:
-        there = sampler(loaded, Options(EngineOptions(servers=(url,)), sampling))
-        found: dict[str, list[float]] = {}
+    found: dict[str, list[float]] = {}
 
-        def note(name: str, work: Callable[[], Any]) -> None:
-            found.setdefault(name, []).append(seconds(work))
+    def note(name: str, work: Callable[[], Any]) -> None:
+        found.setdefault(name, []).append(seconds(work))
 
-        for turn in range(TURNS + 1):
-            if turn == 1:
-                found.clear()  # the first one warms up
-            step = [replace(request, step=turn) for request in asked]
-            note("generate here", lambda step=step: here.generate(step))
-            note("generate there", lambda step=step: there.generate(step))
-            note("sync here", lambda turn=turn: here.load(weights, turn))
-            there._shared = True
-            note("sync directory", lambda turn=turn: there.load(weights, turn))
+    def made(source: Any, sync: str) -> Any:
+        options = EngineOptions(servers=(url,), sync=sync, worker_silence=300.0)  # type: ignore[arg-type]
+        return sampler(source, Options(options, sampling))
+
+    engines = {"directory": made(loaded, "directory"), "broadcast": made(loaded, "broadcast")}
+    engines |= {"adapter": made(policy, "directory"), "adapter broadcast": made(policy, "broadcast")}
+    for turn in range(turns + 1):
+        if turn == 1:
+            found.clear()  # the first one warms up
+        step, there = [replace(request, step=turn) for request in asked], engines["directory"]
+        note("here", lambda turn=turn: here.load(weights, turn))
+        note("directory", lambda turn=turn, there=there: there.load(weights, turn))
+        note("generate here", lambda step=step: here.generate(step))
+        note("generate there", lambda step=step, there=there: there.generate(step))
+        if not vllm:
             there._shared = False
-            note("sync upload", lambda turn=turn: there.load(weights, turn))
-        rates = {count: clients(there, asked[0], count) for count in CLIENTS}
-        there.close()
-    lines = table(model, found, rates)
-    if model != "tiny":
-        print("\n".join(lines))
-        return
-    PAGE.write_text(PAGE.read_text().partition(MARK)[0].rstrip() + "\n\n" + "\n".join([MARK, *lines]) + "\n")
+            note("upload", lambda turn=turn, there=there: there.load(weights, turn))
+            there._shared = True
+        for name in ("broadcast", "adapter", "adapter broadcast"):
+            source = weights if name == "broadcast" else merged_weights(policy)
+            note(name, lambda name=name, turn=turn, source=source: engines[name].load(source, turn))
+    engines["directory"].load(weights, turns + 1)
+    rates = {count: clients(engines["directory"], asked[0], count) for count in CLIENTS}
+    for engine in engines.values():
+        engine.close()
+    return found, rates
 
 
 def clients(engine: Any, request: Any, count: int) -> float:
@@ -110,15 +143,15 @@ def clients(engine: Any, request: Any, count: int) -> float:
         mine = replace(request, n=1, prompt=number)
         engine._background.run(server.answer([mine], version=engine.version, seconds=None))
 
-    rounds = max(2, 64 // count)
+    rounds = max(2, 64 // count if engine.about.model == "tiny" else 8 // count)
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(ask, range(count)))
         took = seconds(lambda: list(pool.map(ask, range(count * rounds))))
     return count * rounds * NEW / took
 
 
-def table(model: str, found: dict[str, list[float]], rates: dict[int, float]) -> list[str]:
-    """The section of the page."""
+def table(given: argparse.Namespace, found: dict[str, list[float]], rates: dict[int, float]) -> list[str]:
+    """The part of the page."""
     middle = {name: statistics.median(times) for name, times in found.items()}
 
     def row(what: str, one: str, other: str) -> str:
@@ -126,25 +159,33 @@ def table(model: str, found: dict[str, list[float]], rates: dict[int, float]) ->
         spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
         return f"| {what} | {middle[one] * 1e3:.0f} ms | {middle[other] * 1e3:.0f} ms | {spread} |"
 
+    words = " ".join([given.model if given.model != "tiny" else "", *(["--vllm"] if given.vllm else [])]).strip()
+    prompts = PROMPTS if given.turns > 5 else 2
     return [
+        f"`python benchmarks/servers.py {words}`".replace(" `", "`")
+        + f": {given.turns} turns, a step of {prompts} prompts of {PROMPT}",
+        f"tokens x {SAMPLES} answers of {NEW}.",
         "",
-        "## Through a server",
-        "",
-        f"`python benchmarks/servers.py`: `rolecall serve {model}` in a process of its own on the same {os.cpu_count()} cores against",
-        f"the engine in the trainer's process, {TURNS} turns each, one after the other, one thread each. A step is {PROMPTS} prompts of {PROMPT} tokens x",
-        f"{SAMPLES} answers of {NEW}. A sync of a server publishes the weights with a manifest, pauses, loads, probes twice and resumes. The",
-        "machine had other work: times are what they are, the ratio of neighbours is what counts.",
-        "",
-        "| work | in the process | through HTTP | ratio |",
+        "| work | in the process | through the server | ratio |",
         "|---|---|---|---|",
         row("sampling a step", "generate here", "generate there"),
-        row("sync by a directory", "sync here", "sync directory"),
-        row("sync by upload", "sync here", "sync upload"),
+        *(row(f"sync {what}", "here", way) for way, what in WAYS.items() if way in found),
         "",
         "| clients, each with one request of one answer in flight | tokens a second |",
         "|---|---|",
         *(f"| {count} | {rate:,.0f} |" for count, rate in rates.items()),
     ]
+
+
+def write(given: argparse.Namespace, lines: list[str]) -> None:
+    """Put them between the marks of this model and server."""
+    name = f"{given.model} {'vllm' if given.vllm else 'ours'}"
+    begin, end = f"<!-- servers: {name} -->", f"<!-- servers: end of {name} -->"
+    before, mark, rest = PAGE.read_text().partition(begin)
+    if not mark:
+        print("\n".join(lines))
+        return
+    PAGE.write_text("\n".join([before + begin, "", *lines, "", end]) + rest.partition(end)[2])
 
 
 if __name__ == "__main__":

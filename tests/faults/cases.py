@@ -155,10 +155,12 @@ CASES = {
     ),
     14: Case(
         "a checkpoint of other settings or another model",
-        "refused with the fields that differ; nothing is loaded in part",
-        (
-            *_in(_CHECKPOINT, "test_another_config_is_refused_with_the_fields_that_differ"),
-            *_in(_RESUME, "test_the_checkpoint_of_another_model_is_refused_with_the_field_that_differs"),
+        "another model is refused with the field that differs, nothing is loaded in part; changed settings are named and recorded",
+        _in(
+            _RESUME,
+            "test_the_checkpoint_of_another_model_is_refused_with_the_field_that_differs",
+            "test_a_critic_that_the_run_no_longer_has_is_refused",
+            "test_changed_settings_are_named_used_and_recorded",
         ),
     ),
     15: Case(

@@ -222,12 +222,16 @@ def test_an_adapter_whose_base_is_gone_says_so(adapter, tmp_path):
 # -- LoRA's settings -----------------------------------------------------------------------------------------------------
 
 
-def test_targets_and_rank_stabilised_scale():
-    made = open_policy("tiny", options(lora_rank=4, lora_targets=("q_proj", "v_proj")))
+@pytest.mark.parametrize("given", [("q_proj", "v_proj"), ("q_proj,v_proj",)])
+def test_an_adapter_is_put_on_the_targets_alone(given):
+    made = open_policy("tiny", options(lora_rank=4, lora_targets=given))
     trains = {
         name.split(".lora_")[0].rpartition(".")[2] for name, p in made.model.named_parameters() if p.requires_grad
     }
     assert trains == {"q_proj", "v_proj"}
+
+
+def test_the_rank_stabilised_scale():
     scale = {rs: open_policy("tiny", options(lora_rank=4, lora_alpha=8, lora_rs=rs)) for rs in (False, True)}
     scale = {
         rs: p.model.base_model.model.model.layers[0].self_attn.q_proj.scaling["default"] for rs, p in scale.items()

@@ -4,12 +4,11 @@ import asyncio
 import json
 import re
 import time
-import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
-from vllm_server import KEY, engine_on, vllm
+from vllm_server import KEY, engine_on, post, vllm
 
 import rolecall
 from rolecall.errors import UserError
@@ -56,16 +55,6 @@ def changed(seed, by=0.1):
 
 def weights(policy):
     return dict(policy.model.named_parameters())
-
-
-def post(url, path, body):
-    request = urllib.request.Request(
-        url + path,
-        data=json.dumps(body).encode(),
-        headers={"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request) as answer:
-        return answer.status
 
 
 def trainer_logprobs(policy, request, completion):

@@ -1,9 +1,11 @@
 """A real vLLM server for tests, started as a user would: `rolecall serve MODEL --vllm`."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from contextlib import contextmanager
 
 from rolecall.config.parts import EngineOptions
@@ -34,17 +36,27 @@ def vllm(model, *more, port=0):
 class Options:
     """As much of a command's options as an engine is made from."""
 
-    def __init__(self, url, **engine):
-        self.engine = EngineOptions(servers=(url,), **engine)
+    def __init__(self, *urls, **engine):
+        self.engine = EngineOptions(servers=urls, **engine)
         self.sampling = Sampling(max_new_tokens=16)
         self.policy = type("Policy", (), {"mixed_precision": "no"})
 
 
 @contextmanager
-def engine_on(url, policy, **engine):
-    """An engine over the server, with the policy's weights."""
-    found = sampler(policy, Options(url, **engine))
+def engine_on(urls, policy, **engine):
+    """An engine over the server, or over several, with the policy's weights."""
+    found = sampler(policy, Options(*([urls] if isinstance(urls, str) else urls), **{"worker_silence": 120.0} | engine))
     try:
         yield found
     finally:
         found.close()
+
+
+def post(url, path, body):
+    request = urllib.request.Request(
+        url + path,
+        data=json.dumps(body).encode(),
+        headers={"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        return answer.status

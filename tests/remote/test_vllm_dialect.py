@@ -150,12 +150,13 @@ def test_weights_without_a_version_are_nobodys():
     assert first.policy_version == -1
 
 
-def test_an_answer_is_as_old_as_its_oldest_token():
+def test_an_answer_of_several_versions_is_refused():
     def mixed(said):
         spans = [{"version": "14", "start": 0, "end": 1}, {"version": "15", "start": 1, "end": 3}]
         said["choices"][1]["weight_versions"] = spans
 
-    assert [c.policy_version for c in answers(PLAIN, Replay({"/inference/v1/generate": mixed}))] == [15, 14]
+    with pytest.raises(ValueError, match=r"versions \[14, 15\] of the weights in one answer"):
+        answers(PLAIN, Replay({"/inference/v1/generate": mixed}))
 
 
 def test_log_probs_of_other_tokens_are_refused():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rolecall.config.parts import EngineOptions
 from rolecall.config.use import ServeOptions
@@ -92,9 +93,11 @@ def test_options_that_do_not_fit():
 
 @pytest.fixture(scope="module")
 def inside():
-    """What vLLM's processes import, as they do: by its path, from a directory with nothing else in it."""
-    assert [path.name for path in INSIDE.glob("*.py")] == ["rolecall_vllm.py"]
-    return runpy.run_path(str(INSIDE / "rolecall_vllm.py"))
+    """What vLLM's processes import, as they do: by its path, from a directory with nothing else in it but what it imports."""
+    assert sorted(path.name for path in INSIDE.glob("*.py")) == ["rolecall_vllm.py", "rolecall_weights.py"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(INSIDE)
+        yield runpy.run_path(str(INSIDE / "rolecall_vllm.py"))
 
 
 def status(guard, path, headers):
@@ -154,7 +157,7 @@ def test_only_what_was_published_is_loaded(inside, tmp_path):
         inside["check_manifest"](tmp_path)
 
 
-def test_a_tied_head_is_packed_again_after_a_load(inside, tmp_path):
+def test_weights_and_adapters_are_loaded_and_a_tied_head_is_packed_again(inside, tmp_path):
     save(load("tiny"), tmp_path)
     seal_model(tmp_path, 1)
     packed = []
@@ -171,20 +174,40 @@ def test_a_tied_head_is_packed_again_after_a_load(inside, tmp_path):
 
     class Worker(inside["Worker"]):
         model_runner = type("Runner", (), {"get_model": staticmethod(lambda: model)})
+        rank, loaded = 0, None
 
-        def reload_weights(self, *, weights_path):
-            assert weights_path == str(tmp_path)
+        def reload_weights(self, *, weights_iterator):
+            self.loaded = dict(weights_iterator)
             assert packed == []
 
-    assert Worker().rolecall_load(str(tmp_path)) == {"files": 1, "repacked": 1}
+    worker, weights = Worker(), load_file(tmp_path / "model.safetensors")
+    assert worker.rolecall_load(directory=str(tmp_path), keep="first") == {"repacked": 1}
     assert packed == [model.head]
+    assert worker.loaded.keys() == weights.keys()
+    assert all(torch.equal(worker.loaded[name], weights[name]) for name in weights)
+    packed.clear()
+    adapter, name = tmp_path / "adapter", "model.layers.0.self_attn.q_proj.weight"
+    adapter.mkdir()
+    a, b = torch.ones(1, weights[name].shape[1]), torch.ones(weights[name].shape[0], 1)
+    halves = {f"{name}.lora_A": a, f"{name}.lora_B": b, f"{name}.lora_scale": torch.tensor(0.5)}
+    save_file(halves, adapter / "model.safetensors")
+    seal_model(adapter, 2)
+    assert worker.rolecall_load(directory=str(adapter), base="first") == {"repacked": 1}
+    assert worker.loaded.keys() == weights.keys()
+    assert torch.equal(worker.loaded[name], weights[name] + 0.5)
+    with pytest.raises(ValueError, match="that this adapter belongs to are not here"):
+        worker.rolecall_load(directory=str(adapter), base="second")
+    packed.clear()
+    worker.rolecall_load(directory=str(tmp_path))
+    with pytest.raises(ValueError, match="that this adapter belongs to are not here"):
+        worker.rolecall_load(directory=str(adapter), base="first")
 
 
 def test_a_server_ends_with_the_process_that_started_it(inside, tmp_path):
     """Two generations: the middle one starts a watcher and dies."""
     pid = tmp_path / "pid"
     watcher = (
-        f"import os, runpy; open({str(pid)!r}, 'w').write(str(os.getpid()));"
+        f"import os, runpy, sys; open({str(pid)!r}, 'w').write(str(os.getpid())); sys.path.insert(0, {str(INSIDE)!r});"
         f" runpy.run_path({str(INSIDE / 'rolecall_vllm.py')!r})['_end_with'](int(os.environ['PARENT']))"
     )
     middle = (

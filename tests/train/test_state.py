@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolecall.train.checkpoint import differences
-from rolecall.train.state import first_non_finite, outline, read_state, write_state
+from rolecall.train.state import first_non_finite, read_state, write_state
 
 
 def bits(value: float) -> bytes:
@@ -204,10 +203,3 @@ def test_the_first_tensor_that_is_not_finite_is_named(bad, dtype):
     state["state"][1]["exp_avg"] = spoilt
     state["later"] = [spoilt]
     assert first_non_finite(state) == "state/1/exp_avg"
-
-
-def test_outlines_show_what_does_not_fit_before_anything_is_loaded():
-    small = torch.nn.Linear(2, 3).state_dict()
-    wide = torch.nn.Linear(4, 3).state_dict()
-    assert outline({"model": small}) == {"model/weight": "float32[3, 2]", "model/bias": "float32[3]"}
-    assert differences(outline(small), outline(wide)) == [("weight", "float32[3, 2]", "float32[3, 4]")]

@@ -8,6 +8,11 @@ from rolecall.config.plan import processes
 from rolecall.config.sampling import Sampling
 
 
+def split_at_commas(given: tuple[str, ...]) -> tuple[str, ...]:
+    """A list that may be given with commas, as several values, or both."""
+    return tuple(part for value in given for part in value.split(","))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Where a run lies and how it is started. None of these change what is learned."""
@@ -133,6 +138,7 @@ class PolicyOptions(LoadOptions):
     """Hold the model below a LoRA adapter in 8 bits, or in 4 (NF4): less memory, more time."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "lora_targets", split_at_commas(self.lora_targets))
         if self.quantize != "none" and self.lora_rank is None:
             raise ValueError(f"quantize {self.quantize} holds weights that do not train: give lora_rank too")
         if not 0 <= self.lora_dropout < 1:
@@ -238,16 +244,25 @@ class EngineOptions:
     too."""
     server_patience: float = 300.0
     """Seconds that all servers may be out of reach before the run ends, with exit code 75."""
+    sync: Literal["directory", "broadcast"] = "directory"
+    """How servers get weights: they read files, or are sent them; or all of them at once by torch.distributed (gloo, or NCCL
+    on GPUs), for servers on other machines of a network that you trust (docs/servers.md)."""
     weights_directory: str | None = None
     """A directory that the servers see too, through which they get the weights. Left out: servers on this machine read a
     temporary one, others are sent the weights."""
 
     def __post_init__(self) -> None:
         if self.servers:
-            object.__setattr__(self, "servers", tuple(url for given in self.servers for url in given.split(",")))
+            object.__setattr__(self, "servers", split_at_commas(self.servers))
             self._check_servers()
-        elif self.weights_directory is not None or self.name == "vllm":
-            given = "name vllm" if self.weights_directory is None else "weights_directory"
+        elif self.weights_directory is not None or self.name == "vllm" or self.sync != "directory":
+            given = (
+                "name vllm"
+                if self.name == "vllm"
+                else "sync"
+                if self.weights_directory is None
+                else "weights_directory"
+            )
             raise ValueError(f"engine.{given} is for servers: give engine.servers too")
         if self.cluster != "none" and not self.workers:
             raise ValueError(f"engine.cluster {self.cluster} says where engine.workers are: give their number too")
@@ -269,6 +284,8 @@ class EngineOptions:
                 raise ValueError(f"engine.servers wants addresses such as http://127.0.0.1:8750, got {url!r}")
         if len(set(self.servers)) < len(self.servers):
             raise ValueError("engine.servers names the same server twice")
+        if self.sync == "broadcast" and self.weights_directory is not None:
+            raise ValueError("engine.weights_directory is for engine.sync directory: give one of the two")
         if not self.server_patience > 0:
             raise ValueError(f"engine.server_patience must be above 0 seconds, got {self.server_patience:g}")
         if processes() > len(self.servers):

@@ -207,6 +207,7 @@ def _on_servers(
         trainer=torch.bfloat16 if mixed else policy.model.dtype,
         urls=options.engine.servers[int(os.environ.get("RANK", "0")) :: processes()],
         key=os.environ.get(KEY_VARIABLE),
+        lora=policy if has_adapter(policy) and not in_parts(policy.model) else None,
         add=add,
     )
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from rolecall.types import Completion, Request, Sampling
 
 
@@ -19,6 +21,13 @@ class ServerRefusedError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+def one_version(versions: Sequence[int]) -> int:
+    """The version of an answer, given those of its spans. Weights that changed inside an answer belong to somebody else's run."""
+    if len(set(versions)) > 1:
+        raise ValueError(f"versions {sorted(set(versions))} of the weights in one answer")
+    return versions[0]
 
 
 class Call(Protocol):
@@ -56,6 +65,10 @@ class About:
     policy_version: int | None = None
     hash: str | None = None
     """`weights_hash` of the weights it samples from, in its dtype."""
+    processes: int = 1
+    """That take part in a broadcast of weights."""
+    cuda: bool = False
+    """Whether its weights are on GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,14 +76,27 @@ class Published:
     """Weights that wait for servers to load them."""
 
     directory: Path
-    """Holds `file` and a manifest with its sha256."""
+    """Holds `file` and a manifest with its sha256, if the weights are not broadcast."""
     file: Path
-    """All weights by their Hugging Face names, in the servers' dtype, as one safetensors file."""
+    """All tensors by their names as one safetensors file."""
     version: int
     hash: str
-    """`weights_hash` of them."""
+    """`weights_hash` of them: of whole weights in the servers' dtype, else in float32."""
     shared: bool
     """True: servers see the directory. False: the file has to be sent."""
+    tensors: Mapping[str, Tensor] | None = None
+    """The same tensors, where they are broadcast."""
+    base: "Published | None" = None
+    """The weights to which these are an adapter; None: they are whole, by their Hugging Face names, in the servers' dtype."""
+    keep: bool = False
+    """The server keeps them aside, under their hash as a name, and merges adapters into them. In the trainer's dtype."""
+    broadcast: Mapping[str, Any] | None = None
+    """Where the server finds the broadcast, while there is one."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What a server is told of weights that are kept, or belong to such."""
+        return ({"base": self.base.hash} if self.base else {}) | ({"keep": self.hash} if self.keep else {})
 
 
 class Dialect(Protocol):
@@ -85,6 +111,8 @@ class Dialect(Protocol):
 
     uploads: bool
     """Whether weights can be sent to a server that does not see their directory."""
+    merges: bool = False
+    """Whether it keeps weights aside, takes an adapter alone and merges it, and takes part in a broadcast."""
 
     async def recognises(self, call: Call) -> bool:
         """Whether the server speaks this dialect."""
@@ -114,7 +142,7 @@ class Dialect(Protocol):
 
     async def load(self, call: Call, published: Published) -> str | None:
         """Take the weights, forget what was cached under others, and say their version from now on. The hash of what was
-        loaded, where the server gives one."""
+        loaded, where the server gives one. A `ServerRefusedError` of status 409 if what an adapter belongs to is not there."""
         ...
 
     async def resume(self, call: Call) -> None:

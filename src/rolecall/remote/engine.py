@@ -26,7 +26,9 @@ from torch import Tensor
 from rolecall.config.parts import EngineOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel
+from rolecall.policy.lora import merged_weights
 from rolecall.policy.model import PolicyModel
+from rolecall.remote.adapter import adapter_alone, base_weights, can_be_merged
 from rolecall.remote.connection import Background, Connection
 from rolecall.remote.dialect import About, Dialect, Published, ServerLostError
 from rolecall.remote.fleet import Ended, Fleet, Unit
@@ -42,8 +44,9 @@ from rolecall.rollout.engine import (
     check_request,
     check_weights,
     in_units,
+    weights_hash,
 )
-from rolecall.rollout.published import own_directory, write_weights
+from rolecall.rollout.published import hold_weights, own_directory, write_held
 from rolecall.rollout.stops import Ticket
 from rolecall.train.manifest import seal_model
 from rolecall.types import Completion, Request, Sampling
@@ -53,8 +56,10 @@ _log = logging.getLogger("rolecall.rollout")
 DIALECTS: tuple[Dialect, ...] = (RolecallDialect(), VllmDialect())
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _FILE = "model.safetensors"
-_NOTED = 64
-"""Versions whose probe is kept for a later load."""
+_NOTED, _ADAPTERS = 64, 8
+"""Versions whose probe is kept for a later load, and whose adapter."""
+Adapter = Mapping[str, Tensor]
+"""As in `remote.adapter`."""
 
 
 class ServerEngine(Engine):
@@ -72,10 +77,12 @@ class ServerEngine(Engine):
         trainer: torch.dtype,
         urls: Sequence[str],
         key: str | None,
+        lora: LoadedModel | None = None,
         add: Callable[[str, float], None] = lambda name, value: None,
     ) -> None:
         """`policy` is the model that trains, an adapter merged; `tokenizer` its fingerprint; `scorer` as in `probe`, which
-        computes in the dtype `trainer`; `plain` makes a plain model of the trainer's to try other weights with; `add` takes what is measured, by name."""
+        computes in the dtype `trainer`; `plain` makes a plain model of the trainer's to try other weights with; `lora` is the
+        model that trains if it carries an adapter and is whole; `add` takes what is measured, by name."""
         self.options, self.version, self._tell = options, -1, add
         self._measured: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
         self._shapes = {name: p.shape for name, p in policy.model.named_parameters()}
@@ -86,7 +93,9 @@ class ServerEngine(Engine):
         self._directory = own_directory(sum(p.numel() * 4 for p in policy.model.parameters()), inside=inside)
         self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         self._background, self._scorer, self._plain = Background(), scorer, plain
-        self._noted: dict[int, Scores] = {}
+        self._noted: dict[int, tuple[Scores, Adapter | None]] = {}
+        self._lora, self._hash = lora, ""
+        self._base: Published | None = None  # what the adapter belongs to
         try:
             servers = self._background.run(self._open(urls, key))
             self._check(servers, sampling)
@@ -115,16 +124,23 @@ class ServerEngine(Engine):
                 raise UserError(f"engine.{what} is {told}, but servers have {found}: leave it out, or start them so")
         self.dtype: torch.dtype = getattr(torch, self.about.dtype)
         self._check_sampling(sampling)
+        if not self.dialect.merges:
+            self._lora = None
+            if o.sync == "broadcast":
+                raise UserError(f"a server of the kind {self.dialect.name} takes no broadcast: leave engine.sync out")
 
     def _rehearse(self, policy: LoadedModel, sampling: Sampling) -> None:
         """Load weights that were disturbed, then those of the start, and see that tokens are drawn as they should be."""
         model = policy.model
-        with disturbed(model) as weights:
+        weights = dict(model.named_parameters())
+        with disturbed(weights):
             how: dict[str, Any] = {"temperature": 1.0, "token_budget": 8192}
-            self._load(weights, 0, trainer_scores(partial(scored, PolicyModel(model), **how), self._expected.sequences))
+            scorer = partial(scored, PolicyModel(model), **how)
+            self._load(weights, 0, trainer_scores(scorer, self._expected.sequences), None)
+        self._rehearse_adapter()
         for server in self.fleet.servers:
             server.gap = None
-        self.load(dict(model.named_parameters()), 0)
+        self.load(weights, 0)
         self._expected.forget()
         asked, logprobs = draw_requests(policy, self._expected.sequences, sampling)
         for server in [server for server in self.fleet.servers if server.ready]:
@@ -138,26 +154,51 @@ class ServerEngine(Engine):
                     f"told: the log-probs of {len(drawn)} tokens that it drew are {off:+.1f} standard deviations off"
                 )
 
+    def _rehearse_adapter(self) -> None:
+        """The same with an adapter alone. One that cannot be sent so is merged here, always."""
+        lora = self._lora
+        if lora is None:
+            return
+        with disturbed({name: p for name, p in lora.model.named_parameters() if p.requires_grad}):
+            if can_be_merged(lora):
+                base = base_weights(lora)
+                self._base = self._publish("base", base, 0, dtype=None, keep=True)
+                self._load(merged_weights(lora), 0, *self._now())
+            else:
+                self._lora = None
+                _log.info("the adapter cannot be sent alone: servers get whole weights, with it merged in")
+
     # -- weights -------------------------------------------------------------------------------------------------
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Publish weights and wait until every server that can be reached has them and scores as the trainer does."""
-        noted = self._noted.get(version)
-        self._load(weights, version, trainer_scores(self._scorer, self._expected.sequences) if noted is None else noted)
+        scores, adapter = self._noted.get(version) or self._now()
+        self._load(weights, version, scores, adapter)
 
     def expect(self, version: int, weights: Mapping[str, Tensor] | None) -> None:
         """Note what servers must say of the probe when this version is loaded later, by weights that the trainer has left
         behind then; without `weights` they are those that it has now."""
-        sequences = self._expected.sequences
         if weights is None:
-            scores = trainer_scores(self._scorer, sequences)
+            now = self._now()
         else:
-            scores = scores_with(self._plain().model, weights, sequences)
-        self._noted = dict(sorted({**self._noted, version: scores}.items())[-_NOTED:])
+            now = scores_with(self._plain().model, weights, self._expected.sequences), None
+        kept = sorted({**self._noted, version: now}.items())[-_NOTED:]
+        self._noted = {v: (said, None if v < kept[-1][0] - _ADAPTERS else a) for v, (said, a) in kept}
 
-    def _load(self, weights: Mapping[str, Tensor], version: int, scores: Scores) -> None:
+    def _now(self) -> tuple[Scores, Adapter | None]:
+        """What the trainer says of the probe, and its adapter, at this moment."""
+        scores = trainer_scores(self._scorer, self._expected.sequences)
+        return scores, None if self._lora is None else adapter_alone(self._lora)
+
+    def _load(self, weights: Mapping[str, Tensor], version: int, scores: Scores, adapter: Adapter | None) -> None:
         check_weights(weights, self._shapes)
-        published = self._publish(weights, version)
+        name = f"v{version:06d}"
+        if adapter is None:
+            published = self._publish(name, weights, version, dtype=self.dtype)
+            self._hash = published.hash
+        else:
+            published = self._publish(name, adapter, version, dtype=None, base=self._base)
+            self._hash = weights_hash(weights, self.dtype)
         self._expected.publish(scores)
         begun = monotonic()
         self._background.run(self.fleet.sync_all(published))
@@ -177,19 +218,33 @@ class ServerEngine(Engine):
         while not self._measured.empty():
             self._tell(*self._measured.get())
 
-    def _publish(self, weights: Mapping[str, Tensor], version: int) -> Published:
-        place = self._directory / f"v{version:06d}"
-        for old in self._directory.iterdir():
-            shutil.rmtree(old)
-        place.mkdir()
-        hashed = write_weights(place / _FILE, weights, self.dtype)
-        seal_model(place, version)
-        return Published(directory=place, file=place / _FILE, version=version, hash=hashed, shared=self._shared)
+    def _publish(
+        self, name: str, weights: Mapping[str, Tensor], version: int, *, dtype: torch.dtype | None, **kind: Any
+    ) -> Published:
+        """Weights in a dtype, or as they are, where servers find them: held for a broadcast, or written."""
+        place, spread = self._directory / name, self.options.sync == "broadcast"
+        held = hold_weights(weights, dtype, copy=spread and name != "base")  # the base stays as it is
+        hashed = weights_hash(held, dtype or torch.float32)
+        if not spread:
+            for old in self._directory.glob("v*"):
+                shutil.rmtree(old)
+            place.mkdir()
+            write_held(place / _FILE, held)
+            seal_model(place, version)
+        return Published(
+            directory=place,
+            file=place / _FILE,
+            version=version,
+            hash=hashed,
+            shared=self._shared,
+            tensors=held if spread else None,
+            **kind,
+        )
 
     def hash(self) -> str:
-        """The fingerprint of the published weights. Servers that give theirs have been compared with it, and all by the probe."""
-        assert self.fleet.published is not None
-        return self.fleet.published.hash
+        """The fingerprint of the weights that servers sample from. Servers that give theirs have been compared with what they
+        were sent, and all by the probe."""
+        return self._hash
 
     # -- requests ------------------------------------------------------------------------------------------------
 

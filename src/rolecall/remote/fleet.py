@@ -93,7 +93,10 @@ class Fleet:
         await asyncio.gather(*old, return_exceptions=True)
         for server in self.servers:
             server.ready = False
-        await asyncio.gather(*(self._bring_up(server) for server in self._usable()))
+        usable = self._usable()
+        if published.tensors is not None and len(usable) > 1:
+            await Server.broadcast_to(usable, published)
+        await asyncio.gather(*(self._bring_up(server) for server in usable))
         while not any(server.ready for server in self.servers):
             self._check_patience()
             await asyncio.sleep(0.05)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rolecall.errors import UserError
-from rolecall.remote.dialect import About, Call, Dialect, Published, ServerRefusedError
+from rolecall.remote.dialect import About, Call, Dialect, Published, ServerRefusedError, one_version
 from rolecall.types import Completion, Finish, Request, Sampling
 
 
@@ -16,6 +16,7 @@ class RolecallDialect(Dialect):
     at_once = 1
     unit_prompts = None
     uploads = True
+    merges = True
 
     async def recognises(self, call: Call) -> bool:
         """Whether `/version` names us."""
@@ -41,6 +42,7 @@ class RolecallDialect(Dialect):
                 tokenizer=said["tokenizer"],
                 policy_version=said["policy_version"],
                 hash=said["hash"],
+                cuda=said["cuda"],
             )
         except KeyError as error:
             raise UserError(
@@ -66,12 +68,16 @@ class RolecallDialect(Dialect):
         await call("POST", "/pause", query={"mode": "wait"})
 
     async def load(self, call: Call, published: Published) -> str | None:
-        """From the directory, or from what is sent."""
-        if not published.shared:
-            said = await call("POST", "/update_weights", published.file, query={"version": str(published.version)})
+        """From the directory, a broadcast, or what is sent."""
+        told: dict[str, Any] = {"version": published.version, **published.names}
+        if published.broadcast is not None:
+            told["broadcast"] = published.broadcast
+        elif published.shared:
+            told["directory"] = str(published.directory)
         else:
-            where = {"directory": str(published.directory), "version": published.version}
-            said = await call("POST", "/update_weights", {"update_info": where})
+            query = {name: str(value) for name, value in told.items()}
+            return str((await call("POST", "/update_weights", published.file, query=query))["hash"])
+        said = await call("POST", "/update_weights", {"update_info": told})
         return str(said["hash"])
 
     async def resume(self, call: Call) -> None:
@@ -116,7 +122,7 @@ def _completion(request: Request, choice: Mapping[str, Any]) -> Completion:
         ids=tuple(choice["token_ids"]),
         behaviour_logprobs=tuple(x["logprob"] for x in choice["logprobs"]["content"]),
         finish=Finish(own["finish"]),
-        policy_version=min(span["version"] for span in spans),  # as old as its oldest token
+        policy_version=one_version([span["version"] for span in spans]),
         prompt=request.prompt,
         sample=own["sample"],
         seed=request.seed,

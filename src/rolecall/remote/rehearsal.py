@@ -24,16 +24,19 @@ _DEVIATIONS = 5.0
 
 @contextmanager
 @torch.no_grad()
-def disturbed(model: torch.nn.Module) -> Iterator[Mapping[str, Tensor]]:
-    """The model's weights with noise, for the time of the `with`; then they are what they were, to the last bit."""
-    own = dict(model.named_parameters())
+def disturbed(own: Mapping[str, Tensor]) -> Iterator[None]:
+    """Weights with noise, in place, for the time of the `with`; then they are what they were, to the last bit. Those that are all
+    zero, such as half of a new adapter, are noise alone."""
     kept = {name: parameter.detach().clone() for name, parameter in own.items()}
     try:
         for parameter in own.values():
             random = torch.Generator(parameter.device).manual_seed(parameter.numel())
             noise = torch.randn(parameter.shape, generator=random, device=parameter.device, dtype=torch.float32)
-            parameter.mul_(1 + _NOISE * noise)
-        yield own
+            if parameter.any():
+                parameter.mul_(1 + _NOISE * noise)
+            else:
+                parameter.copy_(_NOISE * noise)
+        yield
     finally:
         for name, parameter in own.items():
             parameter.copy_(kept[name])

@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from rolecall.errors import UserError
+from rolecall.remote.broadcast import Receiver, broadcast
 from rolecall.remote.connection import Connection
 from rolecall.remote.dialect import About, Dialect, Published, ServerLostError, ServerRefusedError
 from rolecall.remote.probe import Expected, Scores, difference, probe_requests
@@ -53,6 +54,10 @@ class Server:
         self._said: tuple[Scores, Scores] | None = None
         """What it says of the probe's sequences, and what the trainer said when it began to say that."""
         self._sees = True
+        self._base: str | None = None
+        """The hash of the weights that it keeps for adapters."""
+        self._took: tuple[Published, str | None] | None = None
+        """What came by a broadcast to all and is not probed yet, and what the server said of it."""
 
     @classmethod
     async def open(cls, connection: Connection, dialects: Sequence[Dialect], *, silence: float) -> "Server":
@@ -115,6 +120,7 @@ class Server:
                 before, self.about = self.about, await self.dialect.about(self.call)
         except TimeoutError as error:
             raise ServerLostError(f"it is silent for {self.silence:g} s") from error
+        self._base = None
         self.check(wanted)
         if self.about.dtype != before.dtype:
             raise UserError(f"engine.servers {self.url} now computes in {self.about.dtype}, not in {before.dtype}")
@@ -176,18 +182,75 @@ class Server:
             self._said = (said, expected.now)
         return None
 
+    @staticmethod
+    async def broadcast_to(servers: Sequence["Server"], published: Published) -> None:
+        """Have all of them take the weights at once. Who does not is given them alone by `sync`."""
+
+        async def prepared(server: Server) -> Server:
+            await server._alive(server.dialect.pause(server.call))
+            await server._give_base(published)
+            return server
+
+        found = await asyncio.gather(*map(prepared, servers), return_exceptions=True)
+        ready = [server for server in found if isinstance(server, Server)]
+        said = await _broadcast(ready, published) if len(ready) > 1 else []
+        for server, hashed in zip(ready, said, strict=False):
+            if isinstance(hashed, BaseException):
+                _log.warning("%s: the broadcast to all broke off, it gets the weights alone: %s", server.url, hashed)
+            else:
+                server._took = (published, hashed)
+
     async def _sent(self, published: Published) -> str | None:
-        """Have the weights loaded: from the directory or, where the server does not see it, by sending them."""
+        """Have the weights loaded. What they belong to comes first, if the server does not have it."""
+        took, self._took = self._took, None
+        if took is not None and took[0] is published:
+            return took[1]
+        await self._give_base(published)
+        try:
+            return await self._given(published)
+        except ServerRefusedError as error:
+            if error.status != 409 or published.base is None:
+                raise
+        self._base = None  # it was restarted, or somebody else gave it weights
+        await self._give_base(published)
+        return await self._given(published)
+
+    async def _give_base(self, published: Published) -> None:
+        base = published.base
+        if base is not None and self._base != base.hash:
+            await self._given(base)
+            self._base = base.hash
+
+    async def _given(self, published: Published) -> str | None:
+        """Have tensors loaded: by broadcast, from the directory or, where the server does not see it, by sending them."""
+        if published.base is None:
+            self._base = None
+        if published.tensors is not None:
+            return await self._alone(published)
         shared = published.shared and self._sees
         try:
             return await self._alive(self.dialect.load(self.call, replace(published, shared=shared)))
-        except ServerRefusedError:
-            if not (shared and self.dialect.uploads):
+        except ServerRefusedError as error:
+            if error.status == 409 or not (shared and self.dialect.uploads):
                 raise
         self._sees = False
         hashed = await self._alive(self.dialect.load(self.call, replace(published, shared=False)))
         _log.info("%s does not see %s: the weights are sent to it", self.url, published.directory.parent)
         return hashed
+
+    async def _alone(self, published: Published) -> str | None:
+        """A broadcast to this server only, once more if it breaks off while the server is alive."""
+        said: str | BaseException | None = None
+        for _ in range(2):
+            (said,) = await _broadcast([self], published)
+            if not isinstance(said, BaseException):
+                return said
+            if isinstance(said, ServerRefusedError) and said.status == 409:
+                raise said
+            await self._beat()
+        raise ServerRefusedError(
+            424, f"{said}; weights cannot be broadcast to it: let it reach this machine, or set engine.sync directory"
+        )
 
     async def _alive(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for something that may take long, as long as the server shows signs of life."""
@@ -206,6 +269,21 @@ class Server:
             await self.call("GET", "/health", seconds=self.silence)
         except ServerRefusedError as error:
             raise ServerLostError(str(error)) from error
+
+
+async def _broadcast(servers: Sequence[Server], published: Published) -> list[str | BaseException | None]:
+    """What each server says of a broadcast to all of them, or why it failed."""
+
+    def receiver(server: Server) -> Receiver:
+        async def load(where: Mapping[str, Any]) -> str | None:
+            told = replace(published, broadcast=where)
+            return await server._alive(server.dialect.load(server.call, told))
+
+        about = server.about
+        return Receiver(url=server.url, processes=about.processes, cuda=about.cuda, load=load)
+
+    assert published.tensors is not None
+    return await broadcast(published.tensors, [receiver(s) for s in servers], seconds=servers[0].silence)
 
 
 def refusal(error: ServerRefusedError) -> str:

@@ -16,7 +16,15 @@ from typing import Any
 from uuid import uuid4
 
 from rolecall.errors import UserError
-from rolecall.remote.dialect import About, Call, Dialect, Published, ServerLostError, ServerRefusedError
+from rolecall.remote.dialect import (
+    About,
+    Call,
+    Dialect,
+    Published,
+    ServerLostError,
+    ServerRefusedError,
+    one_version,
+)
 from rolecall.types import Completion, Finish, Request, Sampling
 
 _log = logging.getLogger("rolecall.rollout")
@@ -30,6 +38,8 @@ _MOST_TOKENS = 1000
 """Of which it gives the log-probs, at one position, as `rolecall serve --vllm` starts it."""
 _MOST_SAMPLES = 64
 """Answers to one request. It takes no more than its --max-num-seqs, which is 128 or more unless it is set lower."""
+_EXTENSION = 2
+"""What `rolecall_vllm` says that it is."""
 _NO_VERSION = -1
 """Of weights that were never given a version: those of a server that was just started."""
 _TAIL = 8
@@ -44,6 +54,7 @@ class VllmDialect(Dialect):
     at_once = 256
     unit_prompts = 1
     uploads = False
+    merges = True
 
     async def recognises(self, call: Call) -> bool:
         """Whether it says that it owns its model."""
@@ -79,7 +90,8 @@ class VllmDialect(Dialect):
             )
         if (await _endpoint(call, "GET", "/is_paused"))["is_paused"]:  # by a run that was killed while it gave weights
             await _endpoint(call, "POST", "/resume")
-        inside = await self._inside(call)
+        processes = await self._inside(call)
+        inside = processes[0]
         await _endpoint(call, "POST", "/inference/v1/generate", _body(_PROBE, uuid4().hex))
         said = (await _endpoint(call, "GET", "/weight_info"))["weight_version"]
         return About(
@@ -91,12 +103,19 @@ class VllmDialect(Dialect):
             vocabulary=int(inside["vocabulary"]),
             tokenizer=inside["tokenizer"],
             policy_version=int(said) if said.isdigit() else None,
+            processes=len(processes),
+            cuda=bool(inside["cuda"]),
         )
 
-    async def _inside(self, call: Call) -> Mapping[str, Any]:
+    async def _inside(self, call: Call) -> Sequence[Mapping[str, Any]]:
         try:
             said = await _endpoint(call, "POST", "/collective_rpc", {"method": "rolecall_about"})
-            return said["results"][0]
+            found: Sequence[Mapping[str, Any]] = said["results"]
+            if found[0]["extension"] != _EXTENSION:
+                raise UserError(
+                    f"its worker extension is of another version of rolecall; {_START}, or see docs/vllm.md"
+                )
+            return found
         except ServerLostError as error:
             raise UserError(
                 f"it was started without rolecall's worker extension, so it cannot take weights; {_START}, or see docs/vllm.md"
@@ -157,17 +176,22 @@ class VllmDialect(Dialect):
         await _endpoint(call, "POST", "/pause", query={"mode": "wait", "clear_cache": "true"})
 
     async def load(self, call: Call, published: Published) -> str | None:
-        """From the directory, by the worker extension. vLLM scores nothing while it is paused, so it goes on before the
-        probe; each answer says by which version it was drawn."""
-        if not published.shared:
+        """From the directory or a broadcast, by the worker extension. vLLM scores nothing while it is paused, so it goes on
+        before the probe; each answer says by which version it was drawn."""
+        told: dict[str, Any] = dict(published.names)
+        if published.broadcast is not None:
+            told["broadcast"] = published.broadcast
+        elif published.shared:
+            told["directory"] = str(published.directory)
+        else:
             raise UserError(
-                "vLLM reads weights from a directory that it sees: set engine.weights_directory to one that this machine "
-                "and the server share"
+                "vLLM cannot be sent weights: set engine.weights_directory to a directory that this machine and the server "
+                "share, or engine.sync broadcast"
             )
         await self.pause(call)
-        where = {"method": "rolecall_load", "kwargs": {"directory": str(published.directory)}}
-        await _endpoint(call, "POST", "/collective_rpc", where)
-        await _endpoint(call, "POST", "/update_weight_version", {"new_version": str(published.version)})
+        await _endpoint(call, "POST", "/collective_rpc", {"method": "rolecall_load", "kwargs": told})
+        if not published.keep:
+            await _endpoint(call, "POST", "/update_weight_version", {"new_version": str(published.version)})
         await self.resume(call)
         return None
 
@@ -256,7 +280,7 @@ def _completion(request: Request, index: int, choice: Mapping[str, Any], *, late
         ids=tuple(ids),
         behaviour_logprobs=tuple(float(at["logprob"]) for at in content),
         finish=_finish(choice, late=late),
-        policy_version=min(versions, default=_NO_VERSION),  # as old as its oldest token
+        policy_version=one_version(versions or [_NO_VERSION]),
         prompt=request.prompt,
         sample=request.first_sample + index,
         seed=request.seed,

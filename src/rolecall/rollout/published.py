@@ -16,13 +16,23 @@ from rolecall.rollout.engine import weights_hash
 _PREFIX = "rolecall-"
 
 
+def hold_weights(weights: Mapping[str, Tensor], dtype: torch.dtype | None, *, copy: bool = False) -> dict[str, Tensor]:
+    """Weights on the CPU, in a dtype or as they are. Those in parts are gathered: all ranks ask."""
+    return {name: whole(w.detach()).to("cpu", dtype or w.dtype, copy=copy).contiguous() for name, w in weights.items()}
+
+
 def write_weights(path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> str:
     """Write weights in a dtype, aside and then renamed; their `weights_hash`. Those in parts are gathered: all ranks write."""
-    held = {name: whole(w.detach()).to("cpu", dtype).contiguous() for name, w in weights.items()}
-    aside = path.with_suffix(".tmp")
-    save_file(held, aside)
-    aside.replace(path)
+    held = hold_weights(weights, dtype)
+    write_held(path, held)
     return weights_hash(held, dtype)
+
+
+def write_held(path: Path, held: Mapping[str, Tensor]) -> None:
+    """The same of weights that are held already."""
+    aside = path.with_suffix(".tmp")
+    save_file(dict(held), aside)
+    aside.replace(path)
 
 
 def own_directory(weights_bytes: int, *, inside: Path | None = None) -> Path:

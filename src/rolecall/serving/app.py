@@ -4,11 +4,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
+import torch
 from pydantic import Field, TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load as load_bytes
@@ -16,11 +17,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rolecall.policy.load import LoadedModel
-from rolecall.rollout.engine import LocalEngine, check_numbers, check_request
+from rolecall.rollout.engine import LocalEngine, check_numbers, check_request, weights_hash
 from rolecall.rollout.service import Service, ServiceClosedError
 from rolecall.serving import openai
-from rolecall.serving.dialect import STRICT, GenerateBody, Ids, Number, choice, read
+from rolecall.serving.dialect import STRICT, Count, GenerateBody, Ids, Number, choice, read
 from rolecall.serving.http import UPLOAD, HttpError, HttpRequest
+from rolecall.serving.inside_vllm.rolecall_weights import merged, receive
 from rolecall.train.manifest import MANIFEST, DamagedCheckpointError, check_model
 from rolecall.types import Completion, Request
 
@@ -34,10 +36,32 @@ class _Several:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Broadcast:
+    """Where tensors are sent from, and which: as in `rolecall_weights`."""
+
+    __pydantic_config__ = STRICT
+    host: str
+    port: Annotated[int, Field(ge=1, lt=2**16)]
+    rank: Count
+    size: Count
+    backend: Literal["gloo", "nccl"]
+    seconds: Annotated[float, Field(gt=0)]
+    tensors: tuple[
+        tuple[str, Literal["float64", "float32", "bfloat16", "float16"], tuple[Annotated[int, Field(ge=0)], ...]], ...
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Published:
     __pydantic_config__ = STRICT
-    directory: str
     version: Number
+    directory: str | None = None
+    broadcast: _Broadcast | None = None
+    """Without both, the weights are the body of the request."""
+    base: str | None = None
+    """The name of the weights to which these are an adapter."""
+    keep: str | None = None
+    """Keep the weights aside under this name, for adapters; answers are not drawn from them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +77,8 @@ class _Score:
 
 
 _SEVERAL, _UPDATE, _SCORE = TypeAdapter(_Several), TypeAdapter(_Update), TypeAdapter(_Score)
+_AS_SENT = torch.float32
+"""What tensors that are kept, and adapters, are hashed in: it holds the values of all smaller dtypes."""
 
 
 class App:
@@ -62,6 +88,7 @@ class App:
         """`about` is what `/version` says beside what it knows itself."""
         self.loaded, self.engine, self.about = loaded, engine, about
         self.service = Service(engine)
+        self._kept: tuple[str, dict[str, Tensor]] | None = None  # for adapters
         self._routes: dict[tuple[str, str], Callable[[HttpRequest], Awaitable[Any]]] = {
             ("GET", "/health"): self._health,
             ("GET", "/version"): self._version,
@@ -105,6 +132,7 @@ class App:
             "stop_ids": list(engine.stop_ids),
             "paused": self.service.paused,
             "in_flight": len(self.service),
+            "cuda": self.loaded.model.device.type == "cuda",
         }
 
     async def _models(self, request: HttpRequest) -> Any:
@@ -174,19 +202,26 @@ class App:
         return {"status": "resumed"}
 
     async def _update_weights(self, request: HttpRequest) -> Any:
-        """From a published directory, or from a body that is a safetensors file."""
-        if request.headers.get("content-type") == UPLOAD:
-            version = request.query.get("version", "")
-            if not (version.isascii() and version.isdigit() and len(version) < 19):
-                raise HttpError(400, "weights that are sent need ?version=NUMBER")
-            number, weights = int(version), await asyncio.to_thread(_received, request.body)
+        """From a published directory, a broadcast, or a body that is a safetensors file; whole, or an adapter."""
+        sent = request.headers.get("content-type") == UPLOAD
+        told = _in_query(request.query) if sent else read(_UPDATE, request.body).update_info
+        if not sent and (told.directory is None) == (told.broadcast is None):
+            raise HttpError(400, "give the directory that holds the weights, or the broadcast that brings them")
+        if told.base is not None and (self._kept is None or self._kept[0] != told.base):
+            raise HttpError(409, "the weights that this adapter belongs to are not here: send them first")
+        weights = await asyncio.to_thread(_received, request.body) if sent else await asyncio.to_thread(_fetched, told)
+        if told.keep is not None:
+            self._kept = (told.keep, weights)
+            return {"version": told.version, "hash": await asyncio.to_thread(weights_hash, weights, _AS_SENT)}
+        hashed = None
+        if told.base is not None and self._kept is not None:
+            hashed = weights_hash(weights, _AS_SENT)
+            weights = await asyncio.to_thread(merged, self._kept[1], weights)
         else:
-            published = read(_UPDATE, request.body).update_info
-            number = published.version
-            weights = await asyncio.to_thread(read_published, Path(published.directory))
+            self._kept = None
         # A load that has begun is finished, whether or not the client stays to hear of it.
-        await asyncio.shield(self._on_engine(lambda: self.engine.load(weights, number), idle=True))
-        return {"version": number, "hash": await self._on_engine(self.engine.hash, idle=False)}
+        await asyncio.shield(self._on_engine(lambda: self.engine.load(weights, told.version), idle=True))
+        return {"version": told.version, "hash": hashed or await self._on_engine(self.engine.hash, idle=False)}
 
     async def _completions(self, request: HttpRequest) -> Any:
         return await self._openai(read(openai.COMPLETION, request.body))
@@ -216,6 +251,23 @@ def read_published(directory: Path) -> dict[str, Tensor]:
     for path in sorted(directory.glob("*.safetensors")):
         weights |= load_file(path)
     return weights
+
+
+def _in_query(query: Mapping[str, str]) -> _Published:
+    """What is said of weights that are the body of a request."""
+    version = query.get("version", "")
+    if not (version.isascii() and version.isdigit() and len(version) < 19):
+        raise HttpError(400, "weights that are sent need ?version=NUMBER")
+    return _Published(version=int(version), base=query.get("base"), keep=query.get("keep"))
+
+
+def _fetched(told: _Published) -> dict[str, Tensor]:
+    if told.broadcast is None:
+        return read_published(Path(str(told.directory)))
+    try:
+        return dict(receive(asdict(told.broadcast), rank=told.broadcast.rank))
+    except (RuntimeError, OSError) as error:
+        raise HttpError(424, f"the broadcast did not arrive: {' '.join(str(error).split())[:200]}") from error
 
 
 def _received(body: bytes) -> dict[str, Tensor]:

@@ -60,23 +60,6 @@ class Checkpoint:
     files: Mapping[str, int]
     """Bytes by file name, the manifest left out."""
 
-    def require_config(self, config: object, *, may_differ: Iterable[str] = ()) -> None:
-        """Raise `RefusedCheckpointError` naming every field in which `config` differs from the checkpoint's.
-
-        A name in `may_differ` allows that field and all under it: "train" allows "train.steps".
-        """
-        allowed = tuple(may_differ)
-        differing = [
-            difference
-            for difference in differences(self.config, config)
-            if not any(difference[0] == name or difference[0].startswith(f"{name}.") for name in allowed)
-        ]
-        if differing:
-            fields = "; ".join(f"{field}: {old!r} in the checkpoint, {new!r} now" for field, old, new in differing)
-            raise RefusedCheckpointError(
-                f"{self.path} belongs to another config ({fields}); resume with the old values or start a new run"
-            )
-
 
 def differences(old: object, new: object) -> list[tuple[str, object, object]]:
     """The fields in which two configs differ, as (dotted field, old, new), sorted by field."""

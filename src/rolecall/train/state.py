@@ -86,17 +86,6 @@ def first_non_finite(state: object) -> str | None:
     return None
 
 
-def outline(state: object) -> dict[str, str]:
-    """Dtype and shape of every tensor by path, such as `{"model/head.weight": "bfloat16[8, 4]"}`.
-
-    Two outlines are compared with `checkpoint.differences` before anything is loaded.
-    """
-    return {
-        "/".join(path): f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        for path, tensor in _tensors(state, ())
-    }
-
-
 def _tensors(value: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
     if isinstance(value, Tensor):
         yield path, value

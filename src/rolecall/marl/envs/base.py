@@ -12,10 +12,6 @@ from rolecall.tasks.env import EnvError as EnvError
 Team = Literal["sum", "mean"]
 
 
-class EnvFault(Exception):
-    """An environment that did something it must not during an episode; the episode is discarded and counted."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvSpec:
     """What is known of an environment before the first episode."""

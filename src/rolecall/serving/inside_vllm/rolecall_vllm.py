@@ -1,4 +1,5 @@
-"""What runs inside vLLM's own processes. It is imported there by its path, without rolecall, so it needs nothing of it.
+"""What runs inside vLLM's own processes. It is imported there by its path, without rolecall, so it needs nothing of it but the file
+beside it.
 
 `rolecall serve MODEL --vllm` starts vLLM with both classes. For a server of your own put this file's directory on its
 PYTHONPATH and add `--worker-extension-cls rolecall_vllm.Worker --middleware rolecall_vllm.Guard`.
@@ -11,11 +12,14 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+from rolecall_weights import merged, receive  # type: ignore[import-not-found]
+from torch import Tensor
 
 KEY_VARIABLE, HOSTS_VARIABLE = "ROLECALL_SERVER_KEY", "ROLECALL_SERVER_HOSTS"
 
@@ -27,23 +31,53 @@ class Worker:
         """What the client checks before it starts."""
         config = self.model_runner.model_config
         return {
-            "extension": 1,
+            "extension": 2,
+            "cuda": self.device.type == "cuda",
             "vocabulary": int(config.get_vocab_size()),
             "tokenizer": _fingerprint(config),
             "tied": bool(_tied_heads(self.model_runner.get_model())),
         }
 
-    def rolecall_load(self: Any, directory: str) -> dict[str, Any]:
-        """Load a published directory: checked against its manifest, then loaded in place, then what vLLM derives from
-        other layers' weights is made again."""
-        files = check_manifest(Path(directory))
-        self.reload_weights(weights_path=directory)
+    def rolecall_load(
+        self: Any,
+        directory: str | None = None,
+        broadcast: dict[str, Any] | None = None,
+        base: str | None = None,
+        keep: str | None = None,
+    ) -> dict[str, Any]:
+        """Load a published directory, checked against its manifest, or what a broadcast brings; then what vLLM derives from
+        other layers' weights is made again. `keep` is a name under which the weights are kept aside, `base` that of the
+        weights to which what comes now is an adapter."""
+        kept: tuple[str, dict[str, Tensor]] | None = getattr(self, "_rolecall_base", None)
+        if base is not None and (kept is None or kept[0] != base):
+            raise ValueError("the weights that this adapter belongs to are not here")
+        tensors = _incoming(directory, broadcast, rank=int(self.rank))
+        if base is not None and kept is not None:
+            tensors = merged(kept[1], dict(tensors)).items()
+        else:
+            self._rolecall_base = None
+            if keep is not None:
+                tensors = [(name, tensor.cpu()) for name, tensor in tensors]
+                self._rolecall_base = (keep, dict(tensors))
+        self.reload_weights(weights_iterator=iter(tensors))
         heads = _tied_heads(self.model_runner.get_model())
         for head in heads:
             # A head that shares the embedding's weights is in no checkpoint. vLLM (0.32) then leaves the packed copy of
             # the old ones in place, and answers 200.
             head.quant_method.process_weights_after_loading(head)
-        return {"files": len(files), "repacked": len(heads)}
+        return {"repacked": len(heads)}
+
+
+def _incoming(directory: str | None, broadcast: dict[str, Any] | None, *, rank: int) -> Iterable[tuple[str, Tensor]]:
+    """Names and tensors. Those of a broadcast through the CPU are all there before the first is used: one that breaks off
+    changes nothing. On GPUs there is no room for that."""
+    if broadcast is not None:
+        found = receive(broadcast, rank=broadcast["rank"] + rank)
+        return found if broadcast["backend"] == "nccl" else list(found)
+    from safetensors.torch import load_file
+
+    place = Path(str(directory))
+    return (pair for name in check_manifest(place) for pair in load_file(place / name).items())
 
 
 def _fingerprint(config: Any) -> str | None:
