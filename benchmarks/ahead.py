@@ -1,10 +1,11 @@
 """What sampling ahead of training is worth where sampling waits for something else than this machine's cores.
 
-    python benchmarks/ahead.py [--steps 12] [--kind answers|episodes]
+    python benchmarks/ahead.py [--steps 12] [--kind answers|episodes|environments] [--workers 0]
 
-A GPU, a server or an environment elsewhere costs this machine no work: it is stood for by an engine (or an environment) that
-takes as long as the update does, most of it asleep. The built-in model, one thread. Prints seconds per step with async.ahead
-0, 1 and 2, and how many times as fast as 0 that is.
+A GPU, a server or an environment elsewhere costs this machine no work: it is stood for by an engine (`answers`, `episodes`) or
+by environments (`environments`) that wait, so that sampling a step takes as long as the update does, most of it asleep. The
+built-in model, one thread; `--workers` as engine.workers. Prints seconds per step with async.ahead 0, 1 and 2, how many times as
+fast as 0 that is, and of environments what a step's sampling and update took.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 import rolecall
-from rolecall.jobs import rl as job
+from rolecall.jobs import models
 from rolecall.rollout.engine import Engine, StreamFlight
 
 ANSWERS: dict[str, Any] = {
@@ -27,6 +28,10 @@ ANSWERS: dict[str, Any] = {
 EPISODES: dict[str, Any] = {
     "env": "calculator", "prompts": 8, "samples": 4, "sampling.max_new_tokens": 12, "agent.max_turns": 2,
     "algorithm.epochs": 4,
+}  # fmt: skip
+ENVIRONMENTS: dict[str, Any] = {
+    "prompts": 8, "samples": 4, "sampling.max_new_tokens": 4, "agent.max_turns": 2, "agent.workers": 4,
+    "algorithm.epochs": 12,
 }  # fmt: skip
 
 
@@ -60,33 +65,91 @@ class Elsewhere(Engine):
         yield from answers
 
 
+class Waiting:
+    """Two turns, each of which the environment thinks about for so many seconds; bytes pay."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.left = seconds, 2
+
+    def reset(self, row: Any, seed: int) -> str:
+        return "letters:"
+
+    def step(self, message: Any) -> Any:
+        from rolecall.tasks.env import Step
+
+        time.sleep(self.seconds)
+        self.left -= 1
+        text = message["content"].encode()
+        paid = sum(byte % 7 for byte in text) / (6 * max(1, len(text)))
+        return Step(messages="more", reward=paid, done=self.left == 0)
+
+
+def timed(*, steps: int, **how: Any) -> dict[str, float]:
+    """Median seconds of a step and of its parts, the first three left out."""
+    with tempfile.TemporaryDirectory() as place:
+        out = Path(place) / "run"
+        rolecall.rl(steps=steps, out=str(out), quiet=True, **how, **{"save.every": 0})
+        lines = [json.loads(line) for line in (out / "timing.jsonl").read_text().splitlines()][3:]
+    return {
+        name: statistics.median(line[name] for line in lines) for name in ("step_time", "generate", "update", "score")
+    }
+
+
 def measure(kind: dict[str, Any], *, seconds: float, ahead: int, steps: int) -> tuple[float, float, float]:
-    """Median seconds of a step, the first three left out, and of its update and scoring; and calls of the engine per step."""
-    real, made = job.sampler, []
+    """Median seconds of a step, and of its update and scoring; and calls of the engine per step."""
+    real, made = models.sampler, []
 
     def elsewhere(*args: Any, **how: Any) -> Elsewhere:
         made.append(Elsewhere(real(*args, **how), seconds))
         return made[0]
 
-    job.sampler = elsewhere
+    models.sampler = elsewhere
     try:
-        with tempfile.TemporaryDirectory() as place:
-            out = Path(place) / "run"
-            rolecall.rl(reward=letters, steps=steps, ahead=ahead, out=str(out), quiet=True, **kind, **{"save.every": 0})
-            lines = [json.loads(line) for line in (out / "timing.jsonl").read_text().splitlines()][3:]
+        found = timed(reward=letters, ahead=ahead, steps=steps, **kind)
     finally:
-        job.sampler = real
-    step = statistics.median(line["step_time"] for line in lines)
-    return step, statistics.median(line["update"] + line["score"] for line in lines), made[0].calls / steps
+        models.sampler = real
+    return found["step_time"], found["update"] + found["score"], made[0].calls / steps
+
+
+def environments(*, steps: int, workers: int) -> None:
+    """Environments that wait: how long is chosen so that sampling a step takes as long as its update."""
+
+    def play(seconds: float, ahead: int, steps: int) -> dict[str, float]:
+        def make() -> Waiting:
+            return Waiting(seconds)
+
+        return timed(env=make, ahead=ahead, steps=steps, **ENVIRONMENTS, **{"engine.workers": workers})
+
+    found = play(0.0, 0, 6)
+    calls = ENVIRONMENTS["prompts"] * ENVIRONMENTS["samples"] * 2 / ENVIRONMENTS["agent.workers"]
+    wait = max(0.0, found["update"] + found["score"] - found["generate"]) / calls
+    busy = found["generate"] / (found["update"] + found["score"])
+    print(
+        f"environments: an environment thinks for {wait:.3f} s; without, sampling takes {busy:.2f} of the update",
+        flush=True,
+    )
+    base = None
+    for ahead in (0, 1, 2):
+        found = play(wait, ahead, steps)
+        base = base or found["step_time"]
+        parts = ", ".join(f"{name} {found[name]:.3f}" for name in ("generate", "score", "update"))
+        print(
+            f"async.ahead {ahead}: {found['step_time']:.3f} s per step ({parts}), {base / found['step_time']:.2f} x",
+            flush=True,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--kind", choices=["answers", "episodes"], default="answers")
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--kind", choices=["answers", "episodes", "environments"], default="answers")
     chosen = parser.parse_args()
-    kind = ANSWERS if chosen.kind == "answers" else EPISODES
     torch.set_num_threads(1)
+    if chosen.kind == "environments":
+        environments(steps=chosen.steps, workers=chosen.workers)
+        return
+    kind = (ANSWERS if chosen.kind == "answers" else EPISODES) | {"engine.workers": chosen.workers}
     _, update, calls = measure(kind, seconds=0.0, ahead=0, steps=chosen.steps)
     print(f"{chosen.kind}: the update takes {update:.3f} s; so does the engine")
     base = None

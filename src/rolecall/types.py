@@ -65,7 +65,7 @@ class Completion:
     finish: Finish
     """Why it ended."""
     policy_version: int
-    """The weights that sampled it."""
+    """The weights that sampled it; the oldest, if they changed while it grew."""
     prompt: int
     """The request's prompt number."""
     sample: int
@@ -74,9 +74,14 @@ class Completion:
     """The request's seed."""
     supports: tuple[bytes, ...] | None = None
     """Which tokens could be drawn in each one's place, if sampling cut the vocabulary: see `Trajectory.supports`."""
+    versions: tuple[tuple[int, int, int], ...] | None = None
+    """(start, end, version) of each run of tokens by one version, in order and without gaps; None: all by one."""
 
     def __post_init__(self) -> None:
         _check_lengths("completion", len(self.ids), behaviour_logprobs=self.behaviour_logprobs, supports=self.supports)
+        edges = [0, *(end for _, end, _ in self.versions or ())]
+        if self.versions is not None and [a for a, _, _ in self.versions] + [len(self.ids)] != edges:
+            raise ValueError(f"the versions' runs do not cover the completion's {len(self.ids)} tokens one by one")
         if self.finish is Finish.STOP and not self.ids:
             raise ValueError("a completion that was stopped by an id holds at least that stop token")
 
@@ -109,7 +114,9 @@ class Trajectory:
     finish: Finish = Finish.STOP
     """Why it ended."""
     policy_version: int = 0
-    """The weights that sampled it."""
+    """The weights that sampled it; the oldest, if there were several."""
+    versions: tuple[tuple[int, int, int], ...] | None = None
+    """(start, end, version) of each run of sampled tokens by one version, in order, if the weights changed in between."""
     behaviour_prompt_ids: tuple[int, ...] | None = None
     """The prompt the behaviour saw, if it differs from the one trained on."""
     supports: tuple[bytes, ...] | None = None

@@ -289,8 +289,20 @@ def test_the_same_step_makes_the_same_bytes(tmp_path):
 
 
 def test_a_file_read_back_is_of_the_schema_without_a_cast(tmp_path):
-    write_two(tmp_path / "rollouts.parquet")
-    assert pq.read_schema(tmp_path / "rollouts.parquet").types == ROLLOUTS.schema.types
+    """Of the newest, if tokens are of several versions of the weights; of the one before if not."""
+    write_two(tmp_path / "one.parquet")
+    kinds = [
+        kind for name, kind in zip(ROLLOUTS.schema.names, ROLLOUTS.schema.types, strict=True) if name != "versions"
+    ]
+    assert pq.read_schema(tmp_path / "one.parquet").types == kinds
+    trajectories, batch, details = two()
+    spans = ((1, 2, trajectories[0].policy_version), (2, 3, trajectories[0].policy_version + 1))
+    several = (replace(trajectories[0], versions=spans), trajectories[1])
+    path = tmp_path / "several.parquet"
+    write_rollouts(path, several, batch, step=1, details=details, model="m", tokenizer="t")
+    assert pq.read_schema(path).types == ROLLOUTS.schema.types
+    assert pq.read_schema(path).metadata[b"rolecall.schema_version"] == b"5"
+    assert [t.versions for t in read_rollouts(path).trajectories] == [spans, None]
 
 
 def test_a_file_says_what_could_be_drawn_only_where_the_vocabulary_was_cut(tmp_path):
@@ -409,7 +421,7 @@ def test_a_file_from_the_future_is_refused_with_both_versions(tmp_path):
     write_two(path)
     with_facts(path, schema_version="7", version="9.9.9")
     with pytest.raises(
-        StoreError, match=rf"version 7, written by rolecall 9\.9\.9; .*{rolecall.__version__}.*version 4"
+        StoreError, match=rf"version 7, written by rolecall 9\.9\.9; .*{rolecall.__version__}.*version 5"
     ):
         read_rollouts(path)
 

@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 from resume_driver import ROWS, Letters, differing, interrupt, options
 from safetensors.torch import load_file
 
-from rolecall.agents.programs import Programs
 from rolecall.config.merge import ConfigError
 from rolecall.errors import UserError
 from rolecall.experience.store import read_rollouts
 from rolecall.jobs import data, rl, running
 from rolecall.rollout.engine import weights_hash
+from rolecall.rollout.units import UnitPool
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.ranks import Ranks
+from rolecall.train.timing import Timer
 
 STEPS = 5
 SMALL = {"steps": STEPS, "save.every": 0}
@@ -123,6 +124,64 @@ def test_a_pool_of_workers_samples_the_same(finished, tmp_path):
     assert {"wait", "generate", "workers/busy"} <= last.keys()
 
 
+POOLED = {"ahead": 3, "engine.workers": 2, "save.every": 1, "save.keep": 9}
+
+
+def unlike(one, other):
+    """The files in which runs with other engines differ; a manifest holds engine.workers."""
+    return [name for name in differing(one, other) if not name.endswith("manifest.json")]
+
+
+def test_two_workers_sample_two_steps_at_once_each_by_its_own_version(finished, tmp_path, monkeypatch):
+    met, stream = threading.Barrier(2, timeout=100), UnitPool.stream
+
+    def together(self, requests, version=None):
+        if requests[0].step < 4:  # steps 0 and 1, then 2 and 3: each waits until the other is asked for
+            met.wait()
+        return stream(self, requests, version)
+
+    monkeypatch.setattr(UnitPool, "stream", together)
+    rng = random.Random(5)
+    run("grpo", tmp_path / "pool", reward=Slow(lambda: rng.random() * 0.1), **POOLED)
+    assert unlike(tmp_path / "pool", finished / "3") == []
+    assert [line["async/staleness"] for line in lines(tmp_path / "pool")] == [0, 1, 2, 3, 3]
+
+
+@pytest.mark.slow
+@settings(max_examples=6)
+@given(seed=st.integers(0, 2**32), workers=st.integers(2, 4))
+def test_bytes_of_steps_sampled_at_once_do_not_depend_on_delays(finished, tmp_path_factory, seed, workers):
+    rng, out = random.Random(seed), tmp_path_factory.mktemp("delays") / "run"
+    stream = UnitPool.stream
+
+    class Pausing:
+        def on_step(self, control, metrics):
+            time.sleep(rng.random() * 0.3)
+
+    def late(self, requests, version=None):
+        time.sleep(rng.random() * 0.3)
+        for completion in stream(self, requests, version):
+            time.sleep(rng.random() * 0.02)
+            yield completion
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UnitPool, "stream", late)
+        reward = Slow(lambda: rng.random() * 0.3)
+        run("grpo", out, reward=reward, callbacks=[Pausing()], **POOLED | {"engine.workers": workers})
+    assert unlike(out, finished / "3") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "more"), [("grpo", {"policy.lora_rank": 4}), ("agents", {}), ("replay", {}), ("ppo", {})]
+)
+def test_steps_sampled_at_once_equal_those_of_one_engine(tmp_path, kind, more):
+    """With an adapter, episodes, replay, and evaluations in between."""
+    run(kind, tmp_path / "one", **POOLED | more | {"engine.workers": 1})
+    run(kind, tmp_path / "pool", **POOLED | more)
+    assert unlike(tmp_path / "one", tmp_path / "pool") == []
+
+
 def test_steps_can_be_added_but_no_step_can_be_sampled_by_weights_that_are_gone(finished, tmp_path):
     run("grpo", tmp_path / "run", ahead=1, steps=2)
     run("grpo", tmp_path / "run", ahead=1, steps=STEPS, resume=True)
@@ -165,10 +224,8 @@ def test_what_goes_wrong_while_sampling_is_the_error_of_the_run(tmp_path):
 def test_what_cannot_be_sampled_ahead_is_refused(tmp_path):
     def made(processes, asked, **more):
         job = SimpleNamespace(accelerator=SimpleNamespace(num_processes=processes))
-        return rl._ahead(job, options("grpo", tmp_path, ahead=1, **more), asked, Ranks())
+        return rl._ahead(job, options("grpo", tmp_path, ahead=1, **more), asked, Ranks(), None, Timer(), None)
 
-    with pytest.raises(UserError, match="episodes that a program plays itself are not sampled ahead of training"):
-        made(1, rl._Asked(reward=Slow(), envs=object.__new__(Programs)))
     with pytest.raises(UserError, match="agree on further prompts, which they cannot while they train"):
         made(2, rl._Asked(reward=Slow()), **{"algorithm.resample": 2})
 

@@ -62,6 +62,15 @@ def test_servers_sample_ahead_of_training_as_the_engine_here_does(url, tmp_path)
     assert all(line["sampling/probe_difference"] < 1e-5 for line in there.metrics)
 
 
+@pytest.mark.slow
+def test_two_servers_sample_two_steps_at_once_each_by_its_own_version(url, tmp_path):
+    here = rolecall.rl(out=str(tmp_path / "here"), **SHORT | {"ahead": 2})
+    with serving(app_of()) as other:
+        there = rolecall.rl(out=str(tmp_path / "there"), engine={"servers": [url, other]}, **SHORT | {"ahead": 2})
+    assert weights(here) == weights(there)
+    assert [line["async/staleness"] for line in there.metrics] == [0, 1, 2, 2]
+
+
 def test_answers_of_another_precision_are_weighed_and_the_weights_recorded(tmp_path):
     with serving(app_of(dtype=torch.bfloat16)) as url:
         run = rolecall.rl(out=str(tmp_path / "run"), engine={"servers": [url]}, **SHORT | {"steps": 2})

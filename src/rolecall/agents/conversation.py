@@ -70,6 +70,8 @@ class TokenSample:
     supports: list[bytes] = field(default_factory=list)
     plain: "TokenSample | None" = None
     """The prompt without the lessons that the policy read in it; None if it read none."""
+    versions: list[tuple[int, int, int]] = field(default_factory=list)
+    """(start, end, version) of what the policy wrote, run by run."""
 
     def extend(self, ids: Sequence[int], roles: Sequence[int], authors: Sequence[Run]) -> None:
         """Append what the policy did not write. `authors` count from the first of the new tokens."""
@@ -91,6 +93,8 @@ class TokenSample:
         self.logprobs += completion.behaviour_logprobs
         self.supports += completion.supports or [b""] * len(completion.ids)
         self.turns.append((start, end))
+        spans = completion.versions or [(0, len(completion.ids), completion.policy_version)]
+        self.versions += [(start + a, start + b, version) for a, b, version in spans if b > a]
         if end > start:
             self.authors.append((start, end, "policy"))
 
@@ -108,6 +112,7 @@ class TokenSample:
         self.roles[:end] = [int(Role.OBSERVATION) if role in chosen else role for role in self.roles[:end]]
         self.logprobs[:end] = [float("nan")] * end
         self.supports[:end] = [b""] * end
+        self.versions = [span for span in self.versions if span[0] >= end]
         self.authors = [(a, b, "history" if who == "policy" and a < end else who) for a, b, who in self.authors]
 
     def ended(self) -> "TokenSample":
@@ -123,6 +128,7 @@ class TokenSample:
         for name in ("ids", "roles", "logprobs", "supports"):
             getattr(made, name).extend(getattr(self, name)[cut:])
         made.turns = [(start + shift, end + shift) for start, end in self.turns]
+        made.versions = [(start + shift, end + shift, version) for start, end, version in self.versions]
         made.authors += [(start + shift, end + shift, who) for start, end, who in self.authors if start >= cut]
         return made
 
@@ -134,6 +140,7 @@ class TokenSample:
             logprobs=self.logprobs[:end],
             authors=[run for run in self.authors if run[0] < end],
             supports=self.supports[:end],
+            versions=[span for span in self.versions if span[0] < end],
         )
 
 

@@ -122,7 +122,8 @@ class Played:
                     turns=tuple(sample.turns),
                     authors=tuple(sample.authors),
                     finish=self.finish,
-                    policy_version=self.version,
+                    policy_version=min((version for *_, version in sample.versions), default=self.version),
+                    versions=tuple(sample.versions) if len({v for *_, v in sample.versions}) > 1 else None,
                     behaviour_prompt_ids=None if sample is seen else tuple(seen.ids[: seen.turns[0][0]]),
                     supports=tuple(sample.supports) if any(sample.supports) else None,
                 )

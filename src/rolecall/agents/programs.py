@@ -27,6 +27,7 @@ from rolecall.agents.verifiers_env import PREFIX as VERIFIERS
 from rolecall.agents.verifiers_env import check_verifiers
 from rolecall.config.agents import AgentOptions
 from rolecall.rollout.engine import Engine
+from rolecall.rollout.pinned import Pinned, Stopped
 from rolecall.rollout.service import Service
 from rolecall.tasks.env import SOLO, EnvError
 from rolecall.types import Finish, Request, Sampling
@@ -222,7 +223,10 @@ class ProgramPlayer:
     ) -> None:
         self.engine, self.programs, self.dialect, self.options = engine, programs, dialect, options
         limit = min(context_length, options.context_tokens or context_length)
-        self.gateway = programs.gateway = Gateway(programs.socket, options, context_length=limit, model=model)
+        # Players of the same programs share it: they take turns.
+        self.gateway = programs.gateway = programs.gateway or Gateway(
+            programs.socket, options, context_length=limit, model=model
+        )
         self.advance: Callable[[int, int, str], None] = lambda done, total, unit: None
         """Told how many episodes have ended."""
         self.ended: Callable[[Played], None] = lambda episode: None
@@ -264,7 +268,7 @@ class ProgramPlayer:
                 waited=lambda at: sessions[at].waited,
                 ended=ended,
                 between=self.between,
-                late=lambda: monotonic() >= until,
+                late=lambda: monotonic() >= until or self._stopped,
             )
             for at in found.keys() - played.keys():
                 self.gateway.settle(sessions[at])
@@ -273,7 +277,14 @@ class ProgramPlayer:
             for session in sessions:
                 self.gateway.end(session)
             service.close()
+        if self._stopped:
+            raise Stopped
         return [played[at] for at in range(len(wanted))]
+
+    @property
+    def _stopped(self) -> bool:
+        """Whether nobody waits any more for what is sampled ahead."""
+        return isinstance(self.engine, Pinned) and self.engine.published.stopped
 
     def _session(self, wanted: Wanted, drawn: Drawn) -> Session:
         return Session(

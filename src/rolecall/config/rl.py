@@ -55,6 +55,9 @@ class RLOptions(AnsweringOptions, TrainingOptions):
     ahead: int = field(default=0, metadata={"flag": "async.ahead"})
     """Steps that sampling is ahead of training, beside which it runs: step s is sampled by version s - ahead of the weights
     (docs/cluster.md). 0: a step is sampled when the one before has trained."""
+    inflight: bool = field(default=False, metadata={"flag": "async.inflight"})
+    """Answers that grow go on with each new version of the weights: none of their tokens is older than `async.ahead` versions,
+    but what is learned depends on timing, and cannot be repeated exactly."""
     seed: int = 0
     """Seeds everything: data order, sampling, new heads."""
 
@@ -133,6 +136,13 @@ class RLOptions(AnsweringOptions, TrainingOptions):
             raise ValueError(f"async.ahead is a number of steps, 0 or more, got {self.ahead}")
         if self.ahead and self.from_run is not None:
             raise ValueError("with --from nothing is sampled, so nothing can be sampled ahead: leave out async.ahead")
+        if self.inflight and not self.ahead:
+            raise ValueError("async.inflight needs async.ahead, by how many versions a token may be old: set 1 or more")
+        if self.inflight and (self.engine.servers or self.engine.cluster != "none" or self.engine.name == "hf"):
+            raise ValueError(
+                "async.inflight works with the native engine, in this process or in engine.workers of this machine: leave out "
+                "engine.servers and engine.cluster"
+            )
 
     def _check_lessons(self) -> None:
         o, lessons = self.algorithm, self.lessons
@@ -277,7 +287,11 @@ class RLOptions(AnsweringOptions, TrainingOptions):
             by = "the ratio to the policy that sampled, which the loss clips"
         else:
             by = "nothing, since replay.weigh_fresh and algorithm.old_logprobs say so: the gradient is biased"
-        return f"asynchronous: step s is sampled by version s - {self.ahead} beside training; corrected by {by}"
+        if self.inflight:
+            what = f"weights change while answers grow, at most {self.ahead} versions old: not exact"
+        else:
+            what = f"step s is sampled by version s - {self.ahead} beside training"
+        return f"asynchronous: {what}; corrected by {by}"
 
     @property
     def _lessons_line(self) -> str | None:

@@ -207,7 +207,9 @@ def _sureness(trajectories: Sequence[Trajectory]) -> float:
 
 _TOKENS = {"ids": torch.int64, "roles": torch.uint8, "behaviour_logprobs": torch.float32}
 """Per-token fields, as tensors; log-probs are float32 in batches and files too."""
-_PLAIN = tuple(f.name for f in fields(Trajectory) if f.name not in (*_TOKENS, "finish", "scores", "supports"))
+_PLAIN = tuple(
+    f.name for f in fields(Trajectory) if f.name not in (*_TOKENS, "finish", "scores", "supports", "versions")
+)
 _OF_GROUP = ("step", "places", "row", "totals", "uses")
 
 
@@ -222,6 +224,7 @@ def _packed(groups: Sequence[StoredGroup]) -> dict[str, Any]:
             "length": len(t.ids),
             "sampled": t.behaviour_logprobs is not None,
         }
+        | ({} if t.versions is None else {"versions": t.versions})
         for t in trajectories
     ]
     return {
@@ -256,7 +259,7 @@ def _unpacked(state: Mapping[str, Any]) -> list[StoredGroup]:
         own: dict[str, Any] = {
             name: held[i] for name, held in tokens.items() if name != "behaviour_logprobs" or row["sampled"]
         }
-        plain = {name: row[name] for name in _PLAIN} | {"supports": supports[i]}
+        plain = {name: row[name] for name in _PLAIN} | {"supports": supports[i], "versions": row.get("versions")}
         trajectories.append(Trajectory(**plain, **own, scores=row["scores"], finish=Finish(row["finish"])))
     groups, start = [], 0
     for group in state["groups"]:

@@ -18,6 +18,7 @@ _AUTHORS = list_of(
         ]
     )
 )
+_VERSIONS = list_of(pa.struct([pa.field(name, pa.int64(), nullable=False) for name in ("start", "end", "version")]))
 PIECES = list_of(pa.binary())
 _MESSAGES = list_of(
     pa.struct(
@@ -58,7 +59,7 @@ def _from_version_1(table: pa.Table) -> pa.Table:
 
 ROLLOUTS = Format(
     name="rollouts",
-    version=4,
+    version=5,
     upgrades={1: _from_version_1},
     schema=pa.schema(
         [
@@ -79,6 +80,7 @@ ROLLOUTS = Format(
             pa.field("reward_failure", pa.string()),
             pa.field("finish", pa.string(), nullable=False),
             pa.field("policy_version", pa.int64(), nullable=False),
+            pa.field("versions", _VERSIONS),
             pa.field("seed", pa.int64()),
             pa.field("sampling", SAMPLING),
             pa.field("turns", _TURNS, nullable=False),
@@ -97,13 +99,15 @@ ROLLOUTS = Format(
 )
 
 
+PINNED = replace(ROLLOUTS, version=4, schema=pa.schema([c for c in ROLLOUTS.schema if c.name != "versions"]))
+"""What is written where no trajectory is of several versions, so that older versions read it."""
 _UNCUT = [
     column.with_type(_SAMPLING_3) if column.name == "sampling" else column
-    for column in ROLLOUTS.schema
+    for column in PINNED.schema
     if column.name != "supports"
 ]
-UNCUT = replace(ROLLOUTS, version=3, schema=pa.schema(_UNCUT))
-"""What is written where no vocabulary was cut, so that older versions read it."""
+UNCUT = replace(PINNED, version=3, schema=pa.schema(_UNCUT))
+"""What is written where no vocabulary was cut either."""
 
 
 UPDATES = Format(

@@ -32,7 +32,7 @@ from rolecall.experience.parquet import (
     table_of,
     write_table,
 )
-from rolecall.experience.rollout_schema import COMPUTED, PIECES, UNCUT
+from rolecall.experience.rollout_schema import COMPUTED, PIECES, PINNED, UNCUT
 from rolecall.experience.rollout_schema import ROLLOUTS as ROLLOUTS
 from rolecall.experience.supports import flat_supports, split_supports
 from rolecall.maths.roles import Role, Verdict
@@ -40,6 +40,9 @@ from rolecall.types import Batch, Finish, Sampling, Trajectory
 
 _TOKENS = {"ids": np.int32, "roles": np.uint8, "behaviour_logprobs": np.float32}
 """The fields of a trajectory that hold one entry per token, and the columns of the same names."""
+
+
+_SPAN = ("start", "end", "version")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,9 +142,9 @@ def rollouts_file(
     cut = any(t.supports is not None for t in trajectories) or any(
         d.sampling and d.sampling.cuts_support for d in details
     )
-    form = ROLLOUTS if cut else UNCUT
+    form = ROLLOUTS if any(t.versions for t in trajectories) else PINNED if cut else UNCUT
     columns = _from_trajectories(trajectories) | _from_details(details, form.schema.field("sampling").type)
-    columns["supports"] = _nested(trajectories, lengths) if cut else None
+    columns["supports"] = _nested(trajectories, lengths) if form is not UNCUT else None
     columns |= {name: rows.column(ROLLOUTS.schema.field(name).type) for name, rows in tokens.items()}
     columns["step"] = [step] * len(trajectories)
     columns["score"] = _nullable(batch.scores, len(batch))
@@ -205,6 +208,9 @@ def _from_trajectories(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         None if t.authors is None else [{"start": a, "end": b, "author": who} for a, b, who in t.authors]
         for t in trajectories
     ]
+    columns["versions"] = [
+        t.versions and [dict(zip(_SPAN, span, strict=True)) for span in t.versions] for t in trajectories
+    ]
     columns["scores"] = [[{"part": part, "score": score} for part, score in t.scores.items()] for t in trajectories]
     return columns
 
@@ -228,6 +234,10 @@ def _to_trajectories(table: pa.Table, ragged: Mapping[str, Ragged]) -> tuple[Tra
     columns["authors"] = [
         None if runs is None else tuple((run["start"], run["end"], run["author"]) for run in runs)
         for runs in table["authors"].to_pylist()
+    ]
+    columns["versions"] = [
+        spans and tuple(tuple(span[name] for name in _SPAN) for span in spans)
+        for spans in table["versions"].to_pylist()
     ]
     columns["scores"] = [{one["part"]: one["score"] for one in scores} for scores in table["scores"].to_pylist()]
     return tuple(Trajectory(**row) for row in row_by_row(columns))

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ from rolecall.rewards.model import RewardModelReward
 from rolecall.rollout.engine import Engine
 from rolecall.rollout.open import open_engine
 from rolecall.rollout.pool import EnginePool
+from rolecall.rollout.units import UnitPool
 from rolecall.train import checkpoint
 from rolecall.train.manifest import DamagedCheckpointError, check_model
 from rolecall.train.step import Updater
@@ -165,6 +167,21 @@ def sampler(policy: LoadedModel, options: Any, *, timer: Timer | None = None, up
         pool = RayPool
     made: Engine = pool(plain, o, how=how, reads=reads, add=(timer or Timer()).add)
     return made
+
+
+def samplers(
+    policy: LoadedModel, options: Any, lanes: int, *, timer: Timer, updater: Updater, stack: ExitStack
+) -> list[Engine]:
+    """Up to so many engines that hold a version each and sample at the same time: sides of one pool of workers, or shares of
+    the servers. Where the process itself samples, it is one engine. They are closed with the stack."""
+    o, engines = options.engine, list[Engine]()
+    count = max(1, min(lanes, len(o.servers) // processes()))
+    for i in range(count):
+        share = replace(options, engine=replace(o, servers=o.servers[i::count])) if count > 1 else options
+        engines.append(sampler(policy, share, timer=timer, updater=updater))
+        stack.callback(getattr(engines[i], "close", lambda: None))
+    pool, sides = engines[0], min(lanes, o.workers)
+    return [pool.side() for _ in range(sides)] if sides > 1 and isinstance(pool, UnitPool) else engines
 
 
 def _plain(policy: LoadedModel) -> LoadedModel:

@@ -68,7 +68,7 @@ def resume(
         for name, old, new in matter:
             _log.warning("resuming with %s changed from %s to %s: not bit-exact with the run before", name, old, new)
         run.cut_after(found.step)
-    return Resumed(step=int(extra["step"]), changed=changed, bit_exact=not matter)
+    return Resumed(step=int(extra["step"]), changed=changed, bit_exact=not matter and not config.get("inflight"))
 
 
 def _matters(name: str, old: object, new: object, config: Mapping[str, Any]) -> bool:
@@ -109,6 +109,8 @@ def describe(
         "processes": processes,
         "resumed": history,
     }
+    if config.get("inflight"):
+        about["exact"] = "not exact: with async.inflight what is sampled depends on timing"
     write_atomically(run.config, json.dumps(config, indent=1).encode())
     write_atomically(run.run, json.dumps(about, indent=1).encode())
 

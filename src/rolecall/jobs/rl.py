@@ -28,7 +28,7 @@ from rolecall.jobs.agents import (
 from rolecall.jobs.building import Built, Job, build_policy, loop_options, prepared
 from rolecall.jobs.data import PromptRows, check_prompts, open_judge, open_training_reward, prompt_rows, steps_of
 from rolecall.jobs.lessons import open_lessons
-from rolecall.jobs.models import as_served, engine_dtype, fingerprint, open_policy, open_reward_model, sampler
+from rolecall.jobs.models import as_served, engine_dtype, fingerprint, open_policy, open_reward_model, samplers
 from rolecall.jobs.prompting import style_of
 from rolecall.jobs.running import Run, train
 from rolecall.policy.heads import Critic, ScalarHead
@@ -36,17 +36,20 @@ from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter, merged
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.token_text import token_bytes
-from rolecall.recipes.ahead import Ahead
-from rolecall.recipes.collect import Answers, Collector, StoredAnswers, Unasked, run_state
+from rolecall.recipes.ahead import Ahead, InOrder, Lane
+from rolecall.recipes.collect import Answers, Collector, OfRows, StoredAnswers, Unasked, run_state
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.guard import Guard
 from rolecall.recipes.records import Records
 from rolecall.recipes.rl import RLLearner, engine_weights
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine, warn_if_support_is_cut
-from rolecall.rollout.pinned import Pinned, Published
+from rolecall.rollout.native import NativeEngine
+from rolecall.rollout.pinned import Published
+from rolecall.rollout.units import Side, UnitPool
 from rolecall.tasks.rows import Rows
 from rolecall.tasks.sources import RowsSource
+from rolecall.tasks.streams import Stream
 from rolecall.train.callbacks import Given
 from rolecall.train.progress import Progress
 from rolecall.train.ranks import Ranks
@@ -112,13 +115,13 @@ def build(job: Job) -> Built:
     module = _module(policy, options)
     reference = Reference(module) if options.algorithm.kl_coef > 0 else None
     updater = prepared(module, job, reference=reference)
-    engine, options, guard = _engine(job, options, policy, updater, aside)
+    engine, options, guard = _engine(job, options, policy, updater, aside, _lanes(options, asked))
     parts: dict[str, Any] = {"policy": policy, "engine": engine, "reward": asked.reward, "timer": job.timer}
     arena = _arena(options, asked, **parts)
     if options.from_run is not None:
         collector: Collector = _stored_answers(options, policy, engine, updater.ranks)
     elif isinstance(engine, Published):
-        collector = _ahead(job, options, asked, updater.ranks, **parts | {"engine": Pinned(engine), "timer": aside})
+        collector = _ahead(job, options, asked, updater.ranks, engine, aside, policy)
     else:
         collector = _collector(job, options, asked, updater.ranks, arena, **parts)
     learner = RLLearner(
@@ -159,19 +162,31 @@ def build(job: Job) -> Built:
 
 
 def _engine(
-    job: Job, options: RLOptions, policy: LoadedModel, updater: Updater, timer: Timer
+    job: Job, options: RLOptions, policy: LoadedModel, updater: Updater, timer: Timer, lanes: int
 ) -> tuple[Engine, RLOptions, Guard]:
     """What samples, the options as that turned out to be, and who watches that both sides agree."""
-    engine = sampler(policy, options, timer=timer, updater=updater)
-    job.stack.callback(getattr(engine, "close", lambda: None))
-    options = as_served(options, engine)
+    engines = samplers(policy, options, lanes, timer=timer, updater=updater, stack=job.stack)
+    engine, options = engines[0], as_served(options, engines[0])
     dtype = engine_dtype(options) or policy.model.dtype
     if options.ahead:
-        engine = Published(engine, engine_weights(policy), dtype=dtype)
+        if options.inflight:
+            _let_follow(engines)
+        engine = Published(engines, engine_weights(policy), dtype=dtype, inflight=options.inflight)
     warn_if_support_is_cut(options.sampling)
     if line := options.weights_line:
         _log.info(line)
     return engine, options, Guard(options, policy=policy, updater=updater, engine=engine, engine_dtype=dtype)
+
+
+def _let_follow(engines: Sequence[Engine]) -> None:
+    """Allow weights to change while answers grow."""
+    for engine in engines:
+        held = engine.pool if isinstance(engine, Side) else engine
+        if not isinstance(held, NativeEngine | UnitPool):
+            raise UserError(
+                "async.inflight works with the native engine, which cannot run this model: leave out async.inflight"
+            )
+        held.inflight = True
 
 
 def _played(job: Job) -> EnvSource | None:
@@ -184,9 +199,7 @@ def _arena(options: RLOptions, asked: _Asked, **parts: Any) -> Arena | None:
     return None if asked.envs is None else open_arena(asked.envs, options.agent, chat=options.chat, **parts)
 
 
-def _collector(
-    job: Job, options: RLOptions, asked: _Asked, ranks: Ranks, arena: Arena | None, **parts: Any
-) -> Collector:
+def _collector(job: Job, options: RLOptions, asked: _Asked, ranks: Ranks, arena: Arena | None, **parts: Any) -> OfRows:
     """What answers the rows, or plays their episodes."""
     assert asked.train is not None
     if arena is None:
@@ -196,8 +209,19 @@ def _collector(
     return Episodes(options, arena, rows=asked.train, ranks=ranks, lessons=lessons, judge=judge)
 
 
-def _ahead(job: Job, options: RLOptions, asked: _Asked, ranks: Ranks, **parts: Any) -> Ahead:
-    """The same, `options.ahead` steps ahead of training."""
+def _lanes(options: RLOptions, asked: _Asked) -> int:
+    """How many steps may be sampled at once: their rows must be known before they are sampled, and each needs an engine."""
+    if options.algorithm.resample or isinstance(asked.train, Stream) or isinstance(asked.envs, Programs):
+        return 1
+    if options.lessons.on:  # those of a step are read in the next one
+        return 1
+    return max(1, options.ahead)
+
+
+def _ahead(
+    job: Job, options: RLOptions, asked: _Asked, ranks: Ranks, published: Published, aside: Timer, policy: LoadedModel
+) -> Ahead:
+    """The same, `options.ahead` steps ahead of training, in as many lanes as there are engines."""
     if options.algorithm.resample and job.accelerator.num_processes > 1:
         raise UserError(
             "algorithm.resample lets the processes of a job agree on further prompts, which they cannot while they train: "
@@ -208,19 +232,15 @@ def _ahead(job: Job, options: RLOptions, asked: _Asked, ranks: Ranks, **parts: A
             "episodes are counted over all processes of a job, which cannot meet while they train: leave out async.ahead, or "
             "train in one process"
         )
-    if isinstance(asked.envs, Programs):
-        raise UserError("episodes that a program plays itself are not sampled ahead of training: leave out async.ahead")
     if line := options.ahead_line:
         _log.info(line)
-    made = Ahead(
-        _collector(job, options, asked, ranks, _arena(options, asked, **parts), **parts),
-        parts["engine"],
-        reward=asked.reward,
-        ahead=options.ahead,
-        steps=options.steps,
-        timer=job.timer,
-        aside=parts["timer"],
-    )
+    reward, played, lanes = InOrder(asked.reward, published), _played(job), list[Lane]()
+    for engine in published.pinned:
+        parts: dict[str, Any] = {"policy": policy, "engine": engine, "reward": reward, "timer": Timer()}
+        own = asked if not lanes or played is None else replace(asked, envs=open_envs(played, options.agent, job.stack))
+        collector = _collector(job, options, own, ranks, _arena(options, own, **parts), **parts)
+        lanes.append(Lane(collector=collector, engine=engine, timer=parts["timer"]))
+    made = Ahead(lanes, reward=reward, ahead=options.ahead, steps=options.steps, timer=job.timer, aside=aside)
     job.stack.callback(made.close)
     return made
 

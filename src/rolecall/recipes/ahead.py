@@ -6,20 +6,27 @@ k = 2, and a row for each thread:
     sampling  step 0 1 2 by v0 | 3 by v1 | 4 by v2 | 5 by v3 …
     training           step 0 -> v1 | step 1 -> v2 | step 2 -> v3 …
 
+With several engines as many steps are sampled at once, each by its own version, in turns:
+
+    engine 0  step 0 by v0 | 2 by v0 | 4 by v2 …
+    engine 1  step 1 by v0 | 3 by v1 | 5 by v3 …
+
 What has been sampled for steps that are not trained yet is no part of a checkpoint: it is sampled again, from the k versions
 that the checkpoint keeps.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
+from time import monotonic
 from typing import Any
 
 from rolecall.errors import UserError
-from rolecall.recipes.collect import Collected, Collector
-from rolecall.rewards.records import Reward
-from rolecall.rollout.pinned import Pinned, Stopped
+from rolecall.recipes.collect import Collected, OfRows
+from rolecall.rewards.records import Reward, Sample, Scored
+from rolecall.rollout.pinned import Pinned, Published, Stopped
 from rolecall.train.data import RowOrder
 from rolecall.train.timing import Timer
 
@@ -40,55 +47,108 @@ class _Step:
     """Of the weights that sampled."""
 
 
+class InOrder(Reward):
+    """A reward that steps which are sampled at once share: each scores when those before it have."""
+
+    def __init__(self, reward: Reward, published: Published) -> None:
+        self.reward, self.published = reward, published
+        self.next = 0
+        """The step that scores next."""
+        self._own = threading.local()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """As the reward's."""
+        return self.reward.names
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """What this thread scores inside is of this step."""
+        self._own.step, self._own.scores = step, False
+        try:
+            yield
+            self._enter()
+            self.next = step + 1
+        finally:
+            if self._own.scores:
+                self.published.scoring.release()
+            self.published.wake()
+
+    def score(self, samples: Sequence[Sample], *, state: Mapping[str, Any] | None = None) -> list[Scored]:
+        """As the reward's, after those of the steps before."""
+        self._enter()
+        return self.reward.score(samples, state=state)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of the step."""
+        self._enter()
+        found: dict[str, float] = getattr(self.reward, "take_metrics", dict)()
+        return found
+
+    def _enter(self) -> None:
+        if not self._own.scores:
+            self.published.wait_until(lambda: self.next == self._own.step)
+            self.published.scoring.acquire()
+            self._own.scores = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lane:
+    """What samples every n-th step, if there are n lanes."""
+
+    collector: OfRows
+    engine: Pinned
+    """What the collector samples with."""
+    timer: Timer
+    """The collector's."""
+
+
 class Ahead:
-    """A `Collector` that lets another one, which samples with `engine`, work ahead in a thread."""
+    """A `Collector` that lets others work ahead, each in a thread. Steps go to them in turn."""
 
     def __init__(
-        self,
-        collector: Collector,
-        engine: Pinned,
-        *,
-        reward: Reward,
-        ahead: int,
-        steps: int,
-        timer: Timer,
-        aside: Timer,
+        self, lanes: Sequence[Lane], *, reward: InOrder, ahead: int, steps: int, timer: Timer, aside: Timer
     ) -> None:
-        """`reward` is what the collector scores with. `aside` is the collector's timer; what it measured of a step is added to `timer` when the step is trained on."""
-        self.collector, self.engine, self.ahead, self.steps = collector, engine, ahead, steps
+        """`reward` is what the collectors score with. `aside` is the engines' timer; what was measured of a step is added to
+        `timer` when the step is trained on."""
+        self.lanes, self.published, self.ahead, self.steps = lanes, lanes[0].engine.published, ahead, steps
         self.reward, self.timer, self._aside = reward, timer, aside
-        self.rows = getattr(collector, "rows", None)
-        order = getattr(collector, "order", None)
+        self.rows, order = lanes[0].collector.rows, lanes[0].collector.order
         self.order = RowOrder(order.rows, seed=order.seed) if isinstance(order, RowOrder) else None
-        """The rows that were trained on; the collector's own is ahead of it."""
-        self._position = collector.state_dict()
+        """The rows that were trained on; the collectors' own are ahead of it."""
+        self._position = lanes[0].collector.state_dict()
         self._metrics: Mapping[str, float] = {}
-        self._hash = engine.hash()
-        self._thread: threading.Thread | None = None
-        self._ready: SimpleQueue[_Step | BaseException] = SimpleQueue()
+        self._hash = self.published.hash()
+        self._threads: list[threading.Thread] = []
+        self._ready: list[SimpleQueue[_Step | BaseException]] = []
         self._next = -1
 
     def version(self, step: int) -> int:
         """The version that samples a step."""
         return max(0, step - self.ahead)
 
+    def _oldest(self, step: int) -> int:
+        """The oldest version that a step and those after it are sampled by."""
+        return self.published.version if self.published.inflight else self.version(step)
+
     def collect(self, step: int) -> Collected:
         """What was sampled for the step; waits until it is there."""
-        if self._thread is None or self._next != step:
+        if not self._threads or self._next != step:
             self._begin(step)
         with self.timer.phase("wait"):
-            made = self._ready.get()
+            made = self._ready[step % len(self.lanes)].get()
         if isinstance(made, BaseException):
-            self._thread = None
+            self.close()
             raise made
-        odd = {t.policy_version for t in made.found.trajectories} - {self.version(step)}
+        last = step if self.published.inflight else self.version(step)
+        odd = {t.policy_version for t in made.found.trajectories} - {*range(self.version(step), last + 1)}
         if odd:
             raise RuntimeError(f"step {step + 1} was sampled by version {odd.pop()}, not by {self.version(step)}")
         for name, seconds in made.seconds.items():
             self.timer.add(name, seconds)
         self._stand_at(made.position)
         self._metrics, self._hash, self._next = made.metrics, made.hash, step + 1
-        self.engine.published.forget(before=self.version(step + 1))
+        self.published.forget(before=self._oldest(step + 1))
         return made.found
 
     def take_metrics(self) -> dict[str, float]:
@@ -101,23 +161,22 @@ class Ahead:
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last step that was trained on, and the versions that the next ones are sampled by."""
-        published = self.engine.published
-        return {**self._position, "published": published.earlier(since=self.version(published.version))}
+        published = self.published
+        return {**self._position, "published": published.earlier(since=self._oldest(published.version))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there: what has been sampled since is forgotten."""
         self.close()
         self._stand_at({name: value for name, value in state.items() if name != "published"})
-        self.collector.load_state_dict(self._position)
-        self.engine.published.restore(state.get("published", {}))
+        self.published.restore(state.get("published", {}))
 
     def close(self) -> None:
         """Break off what is being sampled."""
-        if self._thread is not None:
-            self.engine.stop()
-            self._thread.join(_PATIENCE_S)
-            if not self._thread.is_alive():
-                self._thread = None
+        self.published.stop()
+        until = monotonic() + _PATIENCE_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - monotonic()))
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._next = -1
 
     def _stand_at(self, position: Mapping[str, Any]) -> None:
@@ -125,44 +184,48 @@ class Ahead:
         if self.order is not None:
             self.order.taken = int(position["order"]["taken"])
 
-    def _begin(self, step: int) -> None:
+    def _begin(self, first: int) -> None:
         """Sample from this step on."""
-        if self._thread is not None:
-            self.engine.stop()
-            self._thread.join()
-            self.collector.load_state_dict(self._position)  # it may have taken rows since
-        newest = self.engine.published.version
-        if gone := self.engine.published.missing(range(self.version(step), newest)):
+        self.published.stop()
+        for thread in self._threads:
+            thread.join()
+        if gone := self.published.missing(range(self._oldest(first), self.published.version)):
             raise UserError(
-                f"step {step + 1} is sampled by version {gone[0]} of the weights with async.ahead {self.ahead}, which the "
+                f"step {first + 1} is sampled by version {gone[0]} of the weights with async.ahead {self.ahead}, which the "
                 "checkpoint does not hold: resume with the async.ahead that it was saved with, or a smaller one"
             )
-        self.engine.start()
-        self._ready, self._next = SimpleQueue(), step
-        self._thread = threading.Thread(target=self._run, args=(step, self._ready), name="rolecall-ahead", daemon=True)
-        self._thread.start()
+        self.published.start()
+        self._next = self.reward.next = first
+        self._threads, self._ready = [], [SimpleQueue() for _ in self.lanes]
+        for step in range(first, first + len(self.lanes)):
+            number = step % len(self.lanes)
+            collector = self.lanes[number].collector
+            collector.load_state_dict(self._position)  # it may have taken rows since
+            collector.skip(step - first)
+            work = (self.lanes[number], step, self._ready[number])
+            self._threads.append(threading.Thread(target=self._run, args=work, name="rolecall-ahead", daemon=True))
+        for thread in self._threads:
+            thread.start()
 
-    def _run(self, first: int, ready: "SimpleQueue[_Step | BaseException]") -> None:
-        published = self.engine.published
+    def _run(self, lane: Lane, first: int, ready: "SimpleQueue[_Step | BaseException]") -> None:
         try:
-            for step in range(first, self.steps):
+            for step in range(first, self.steps, len(self.lanes)):
                 version = self.version(step)
-                published.wait_for(version, lambda: self.engine.stopped)
-                with published.turn(version):
-                    ready.put(self._collect(step, published.hash(version)))
+                self.published.wait_for(version)
+                with lane.engine.turn(version), self.reward.step(step):
+                    ready.put(self._collect(lane, step, lane.engine.hash()))
+                lane.collector.skip(len(self.lanes) - 1)
         except Stopped:
             return
         except BaseException as error:
             ready.put(error)
 
-    def _collect(self, step: int, fingerprint: str) -> _Step:
-        found = self.collector.collect(step)
+    def _collect(self, lane: Lane, step: int, fingerprint: str) -> _Step:
+        found = lane.collector.collect(step)
+        metrics = self.reward.take_metrics()
+        for told in (lane.collector, lane.engine.engine):
+            metrics |= getattr(told, "take_metrics", getattr(told, "metrics", dict))()
+        seconds = lane.timer.take() | self._aside.take()
         return _Step(
-            found=found,
-            position=self.collector.state_dict(),
-            metrics=getattr(self.reward, "take_metrics", dict)()
-            | getattr(self.collector, "take_metrics", dict)()
-            | getattr(self.engine.published.engine, "metrics", dict)(),
-            seconds=self._aside.take(),
-            hash=fingerprint,
+            found=found, position=lane.collector.state_dict(), metrics=metrics, seconds=seconds, hash=fingerprint
         )

@@ -98,6 +98,14 @@ class OfRows:
         prompts = self.options.prompts
         return dict(zip(self.ranks.share(range(prompts)), self.ranks.share(self.order.take(prompts)), strict=True))
 
+    def collect(self, step: int) -> Collected:
+        """Experience for one step."""
+        raise NotImplementedError
+
+    def skip(self, steps: int) -> None:
+        """Leave the rows of so many steps to others."""
+        self.order.take(steps * self.options.prompts)
+
     def state_dict(self) -> dict[str, Any]:
         """The position in the rows."""
         return {"order": self.order.state_dict()}

@@ -61,6 +61,7 @@ def trajectory_of(request: Request, completion: Completion, *, group: int) -> Tr
         finish=completion.finish,
         policy_version=completion.policy_version,
         supports=None if completion.supports is None else (b"",) * start + completion.supports,
+        versions=completion.versions and tuple((start + a, start + b, v) for a, b, v in completion.versions),
     )
 
 

@@ -43,6 +43,8 @@ class NativeEngine(LocalEngine):
         """`settings` as in `LocalEngine`; fewer answers grow at a time if their cache would exceed `cache_bytes`."""
         super().__init__(model, tokenizer, **settings)
         self.cache_bytes = cache_bytes
+        self.inflight = False
+        """Whether weights may be loaded between two steps of a flight, whose answers then go on with the new ones."""
         self._decoder = LlamaDecoder(model, dtype=self.dtype)
         self._cache: KVCache | None = None
         self._loads = 0
@@ -129,7 +131,8 @@ class _Decoding(LocalFlight):
 
     def __init__(self, engine: NativeEngine) -> None:
         super().__init__(engine)
-        self._engine, self._decoder, self._loads = engine, engine._decoder, engine._loads
+        self._engine, self._decoder = engine, engine._decoder
+        self._loads, self._version = engine._loads, engine.version
         self._waiting: deque[_Prompt] = deque()
         self._rows: list[Answer] = []
         self._cache: KVCache | None = None
@@ -165,16 +168,28 @@ class _Decoding(LocalFlight):
         """Take on what was added, and make the cache for it."""
         engine = self._engine
         if self._loads != engine._loads and (self._rows or any(prompt.kv is not None for prompt in self._waiting)):
-            raise RuntimeError(
-                "new weights were loaded while answers of the old ones were growing; read the stream to its end first"
-            )
-        self._loads = engine._loads
+            if not engine.inflight:
+                raise RuntimeError(
+                    "new weights were loaded while answers of the old ones were growing; read the stream to its end first"
+                )
+            self._read_again()
+        self._loads, self._version = engine._loads, engine.version
         new = [self._new.popleft() for _ in range(len(self._new))]
         self._waiting.extend(_Prompt(a[0].ticket, deque(a), a[0].length) for a in new)
         if not self._decoder.layers and self._waiting:
             raise RuntimeError("the engine's weights were released; load some before requesting answers")
         if new or self._crowded:
             self._make_room()
+
+    def _read_again(self) -> None:
+        """Compute by new weights what the old ones have read, so that the next tokens are drawn as by the new ones alone."""
+        for prompt in self._waiting:
+            prompt.kv = prompt.hidden = None
+        for slot, row in enumerate(self._rows):
+            assert self._cache is not None
+            row.earlier.append((len(row.ids), self._version))
+            _, kv = self._decoder.prefill(torch.tensor([[*row.request.prompt_ids, *row.ids[:-1]]]))
+            self._cache.put(slot, kv[:, :, 0])
 
     def _make_room(self) -> None:
         """A cache that is large enough, with the sequences of the one before.

@@ -1,11 +1,14 @@
 """A pool is an engine over engines: each worker process samples from a copy of the weights, whichever prompts it is given."""
 
+import json
 import pickle
 import shutil
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from rolecall.config.parts import EngineOptions
 from rolecall.errors import UserError
+from rolecall.files import write_atomically
 from rolecall.policy.load import LoadedModel, save
 from rolecall.rollout.published import own_directory, write_weights
 from rolecall.rollout.units import CLOSING_S, Asked, Heard, UnitPool
@@ -37,7 +41,10 @@ class EnginePool(WorkerPool, UnitPool):
     ) -> None:
         """`how` is for `open_engine` and `reads` for `load`; `add` takes what is measured of the workers, by name."""
         UnitPool.__init__(self, loaded, options, dtype=how["dtype"] or loaded.model.dtype, add=add)
+        self._holds: dict[int, int] = {}
+        """The version that a worker, by its process, was given last."""
         self._directory = own_directory(sum(p.numel() * 4 for p in loaded.model.parameters()))
+        self._newest = self._directory / "newest.json"
         weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         save(loaded, self._directory / "model")
         self.load(dict(loaded.model.named_parameters()), 0)
@@ -70,28 +77,39 @@ class EnginePool(WorkerPool, UnitPool):
     def _publish(self, weights: Mapping[str, Tensor], version: int) -> tuple[str, str]:
         path = self._directory / f"v{version:06d}.safetensors"
         fingerprint = write_weights(path, weights, self.dtype)
-        for old in self._directory.glob("v*.safetensors"):
-            if old != path:
-                old.unlink()
+        write_atomically(self._newest, json.dumps([str(path), version, fingerprint]).encode())
         return str(path), fingerprint
 
-    def _hand_out(self, queue: deque[Asked], heard: Heard) -> None:
-        for worker in list(self.workers):
-            self._give(worker, queue, _pack, heard)
+    def _withdraw(self, weights: str) -> None:
+        Path(weights).unlink(missing_ok=True)
 
-    def _take_in(self, heard: Heard) -> None:
-        self._hear(heard, 1.0)
+    def _hand_out(self, heard: Heard) -> None:
+        for worker in list(self.workers):
+            if self._queue and worker.ready and worker.job is None:
+                chosen = deque([self._next(self._holds.get(worker.process.pid))])
+                self._give(worker, chosen, self._pack, heard)
+                self._queue.extendleft(chosen)  # it could not be given
+
+    def _take_in(self, heard: Heard, patience: float) -> None:
+        self._hear(heard, patience)
         for worker in self._busy:
             if late := self._late(worker.job):
                 self._replace(worker)
                 heard(worker.job, late)
 
-    def _units_given(self) -> int:
-        return len(self._busy)
-
-    def _abandon(self) -> None:
+    def _abandon(self, by: Any) -> None:
         for worker in self._busy:
-            self._replace(worker)
+            if worker.job.by is by:
+                self._replace(worker)
+
+    def _pack(self, asked: Asked, worker: Worker) -> bytes:
+        asked.since = monotonic()
+        if self.inflight:
+            weights, version, fingerprint = json.loads(self._newest.read_text())
+            newest = {"weights": weights, "version": version, "hash": fingerprint, "newest": str(self._newest)}
+            asked.unit = replace(asked.unit, **newest)
+        self._holds[worker.process.pid] = asked.unit.version
+        return pickle.dumps(asked.unit)
 
     def _start(self, setup: bytes) -> Worker:
         self._pause()
@@ -103,8 +121,3 @@ class EnginePool(WorkerPool, UnitPool):
     def _not_loaded(self, worker: Worker, why: str) -> None:
         self._replace(worker)
         self._lose(why)
-
-
-def _pack(asked: Asked, worker: Worker) -> bytes:
-    asked.since = monotonic()
-    return pickle.dumps(asked.unit)

@@ -10,7 +10,6 @@ import logging
 import os
 import tempfile
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -79,6 +78,8 @@ class _Place:
     heard: float = 0.0
     """When it gave its last sign of life."""
     job: Asked | None = None
+    holds: int | None = None
+    """The version it was given last."""
     answers: Any = None
 
     @property
@@ -116,7 +117,7 @@ class RayPool(UnitPool):
             self.load(dict(loaded.model.named_parameters()), 0)
             self._places = [self._placed() for _ in range(options.workers)]
             while not any(place.about is None for place in self._places):
-                self._take_in(_ignore)
+                self._take_in(_ignore, 1.0)
         except BaseException:
             self.close()
             raise
@@ -175,16 +176,20 @@ class RayPool(UnitPool):
         actor = self._actor.remote(self._files, self._setup)
         return _Place(actor=actor, about=actor.about.remote())
 
-    def _hand_out(self, queue: deque[Asked], heard: Heard) -> None:
+    def _withdraw(self, weights: Any) -> None:
+        weights.clear()  # Ray removes what nobody refers to
+
+    def _hand_out(self, heard: Heard) -> None:
         for place in self._places:
-            if queue and place.about is None and place.job is None:
-                place.job, now = queue.popleft(), monotonic()
+            if self._queue and place.about is None and place.job is None:
+                place.job, now = self._next(place.holds), monotonic()
+                place.holds = place.job.unit.version
                 place.job.since = place.heard = place.asked_beat = now
                 place.answers = place.actor.answer.remote(place.job.unit)
 
-    def _take_in(self, heard: Heard) -> None:
+    def _take_in(self, heard: Heard, patience: float) -> None:
         waits = [ref for place in self._places for ref in place.waits]
-        patience = min(1.0, self.options.worker_silence / 5)
+        patience = min(patience, self.options.worker_silence / 5)
         done, _ = self._ray.wait(waits, num_returns=1, timeout=patience) if waits else ([], [])
         more, _ = self._ray.wait(waits, num_returns=len(waits), timeout=0) if done else ([], [])
         for place in list(self._places):
@@ -253,12 +258,9 @@ class RayPool(UnitPool):
         with suppress(Exception):  # it may be dead, and so may be the cluster
             self._ray.kill(place.actor, no_restart=True)
 
-    def _units_given(self) -> int:
-        return sum(place.job is not None for place in self._places)
-
-    def _abandon(self) -> None:
+    def _abandon(self, by: Any) -> None:
         for i, place in enumerate(self._places):
-            if place.job is not None:
+            if place.job is not None and place.job.by is by:
                 self._kill(place)
                 self._places[i] = self._placed()
 

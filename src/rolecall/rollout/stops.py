@@ -86,6 +86,8 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     finish: Finish | None = None
     """Why it ended; None while it grows."""
+    earlier: list[tuple[int, int]] = field(default_factory=list)
+    """(tokens so far, version) whenever the weights were replaced by others while it grew."""
 
     def add(self, token: int, logprob: float, support: bytes | None) -> None:
         """Append a token, which may end the answer."""
@@ -100,17 +102,21 @@ class Answer:
             self.ticket.heard(token, logprob)
 
     def completion(self, version: int) -> Completion:
-        """The finished answer of weights of this version."""
+        """The finished answer, whose last tokens are of weights of this version."""
         assert self.finish is not None
+        ends = [*self.earlier, (len(self.ids), version)]
+        starts = [0, *(end for end, _ in self.earlier)]
+        spans = tuple((a, b, v) for a, (b, v) in zip(starts, ends, strict=True) if b > a)
         return Completion(
             ids=tuple(self.ids),
             behaviour_logprobs=tuple(self.logprobs),
             finish=self.finish,
-            policy_version=version,
+            policy_version=spans[0][2] if spans else version,
             prompt=self.request.prompt,
             sample=self.sample,
             seed=self.request.seed,
             supports=None if self.supports is None else tuple(self.supports),
+            versions=spans if len(spans) > 1 else None,
         )
 
 

@@ -3,6 +3,8 @@
 A unit of work is `worker_prompts` prompts with all their samples. Its shapes are the same whichever worker does it and
 however many there are, so with native engines its answers are the same, bit for bit, also when a worker that was lost,
 hung or stale is replaced and the unit is given to another.
+
+A unit names the weights that answer it, so units of several versions may be with workers at once: see `UnitPool.side`.
 """
 
 import logging
@@ -30,15 +32,31 @@ _log = logging.getLogger("rolecall.rollout")
 _LOSSES = 3
 """Workers in a row, beyond two for each place, that may be lost before a unit is done; then the pool gives up."""
 _LONGEST_PAUSE_S = 5.0
+_LOOK_S = 0.05
+"""How often those who ask a pool at the same time look whether there is something for them."""
 CLOSING_S = 3.0
 """How long `close` waits for a thread that samples."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
+class _Asking:
+    """Units that were asked for together."""
+
+    left: int
+    """Units that have not ended."""
+    out: deque[Completion] = field(default_factory=deque)
+    """Answers that nobody has taken."""
+    took: list[float] = field(default_factory=list)
+    """Seconds of each unit that has ended."""
+    lost: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Asked:
     """A unit on its way."""
 
     unit: Unit
+    by: _Asking
     found: dict[tuple[int, int], Completion] = field(default_factory=dict)
     """What has come back, by prompt and sample."""
     since: float = 0.0
@@ -68,100 +86,133 @@ class UnitPool(Engine):
         self._vocabulary, self._context = model.get_input_embeddings().num_embeddings, loaded.context_length
         self._losses = 0
         self._closing = False
-        self._lock = threading.RLock()
-        self._weights, self._hash = None, ""
+        self._lock = threading.Lock()
+        """Whoever has it gives units to workers and listens to them, for all who ask."""
+        self._loading = threading.Lock()
+        self._queue: deque[Asked] = deque()
+        self._published: dict[int, tuple[Any, str]] = {}
+        self._sides: list[Side] = []
+        self.inflight = False
+        """Whether answers that grow go on with the weights of the next `load`."""
 
     @abstractmethod
     def _publish(self, weights: Mapping[str, Tensor], version: int) -> tuple[Any, str]:
         """Put weights where workers find them: (`Unit.weights`, `Unit.hash`)."""
 
     @abstractmethod
-    def _hand_out(self, queue: deque[Asked], heard: Heard) -> None:
+    def _withdraw(self, weights: Any) -> None:
+        """Remove weights that were published."""
+
+    @abstractmethod
+    def _hand_out(self, heard: Heard) -> None:
         """Give units to idle workers."""
 
     @abstractmethod
-    def _take_in(self, heard: Heard) -> None:
-        """Pass on what workers say, and replace those that are late; for a second at most."""
+    def _take_in(self, heard: Heard, patience: float) -> None:
+        """Pass on what workers say, and replace those that are late; for so many seconds at most."""
 
     @abstractmethod
-    def _units_given(self) -> int:
-        """How many units are with a worker."""
-
-    @abstractmethod
-    def _abandon(self) -> None:
-        """Replace the workers that have a unit: nobody waits for it."""
+    def _abandon(self, by: _Asking) -> None:
+        """Replace the workers that have a unit which nobody waits for."""
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Publish new weights; a worker takes them with the next unit it is given."""
+        """Publish new weights; a worker takes them with the next unit it is given that names them."""
         check_weights(weights, self._shapes)
-        with self._lock:
-            self._weights, self._hash = self._publish(weights, version)
+        with self._loading:
+            made = self._publish(weights, version)
+            kept = {self.version} if self.inflight else {side.version for side in self._sides}
+            for old in [v for v in self._published if v not in kept and v != version]:
+                self._withdraw(self._published.pop(old)[0])
+            self._published[version] = made
             self.version = version
 
-    def hash(self) -> str:
-        """The fingerprint of the published weights, which every worker compares with that of its engine."""
-        return self._hash
+    def side(self) -> "Side":
+        """The pool as an engine with a version of its own. Sides are asked at the same time, and every worker answers all."""
+        self._sides.append(Side(self))
+        return self._sides[-1]
+
+    def hash(self, version: int | None = None) -> str:
+        """The fingerprint of published weights, which every worker compares with that of its engine."""
+        return self._published[self.version if version is None else version][1]
+
+    def has(self, version: int) -> bool:
+        """Whether a version is published."""
+        return version in self._published
 
     def open(self) -> Flight:
         """A flight that gives new requests to the workers when those before have ended."""
         return StreamFlight(self.stream)
 
-    def stream(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Answers as they end, from all workers."""
+    def stream(self, requests: Sequence[Request], version: int | None = None) -> Iterator[Completion]:
+        """Answers of a version, by default the newest, as they end, from all workers."""
         check_requests(requests, context_length=self._context, vocabulary=self._vocabulary)
-        with self._lock:
-            yield from self._stream(deque(map(Asked, self._units(requests))))
+        yield from self._stream(self._units(requests, self.version if version is None else version))
 
-    def _units(self, requests: Sequence[Request]) -> list[Unit]:
+    def _units(self, requests: Sequence[Request], version: int) -> list[Unit]:
         """Requests of the same prompts together, in order; no engine keeps a cache of what another may have to go on with."""
         plain = [replace(request, conversation=None) for request in requests]
         made = in_units(plain, prompts=self.options.worker_prompts)
-        return [Unit(requests=u, weights=self._weights, version=self.version, hash=self._hash) for u in made]
+        weights, fingerprint = self._published[version]
+        return [Unit(requests=u, weights=weights, version=version, hash=fingerprint) for u in made]
 
-    def _stream(self, queue: deque[Asked]) -> Iterator[Completion]:
-        out: deque[Completion] = deque()
-        took: list[float] = []
-        begun, lost = monotonic(), 0
-
-        def heard(asked: Asked, said: dict[str, Any] | Broken) -> None:
-            nonlocal lost
-            if isinstance(said, Broken) or "error" in said:
-                lost += 1
-                queue.appendleft(asked)
-                self._lose(said.why if isinstance(said, Broken) else said["error"])
-            elif "answer" in said:
-                out.extend(self._new(asked, unpack(said["answer"])))
-            elif said.get("done"):
-                if len(asked.found) < sum(r.n for r in asked.unit.requests):
-                    raise ValueError("a worker ended its unit without all answers")
-                took.append(monotonic() - asked.since)
-                self._losses = 0
-
+    def _stream(self, units: Sequence[Unit]) -> Iterator[Completion]:
+        by, begun = _Asking(left=len(units)), monotonic()
+        self._queue.extend([Asked(unit, by) for unit in units])
         try:
-            while queue or self._units_given():
+            while by.left or by.out:
                 if self._closing:
                     raise RuntimeError("the pool of workers was closed while it sampled")
-                self._hand_out(queue, heard)
-                self._take_in(heard)
-                while out:
-                    yield out.popleft()
+                if not by.out and self._lock.acquire(timeout=_LOOK_S):
+                    try:
+                        self._hand_out(self._heard)
+                        if by.left and not by.out:
+                            self._take_in(self._heard, _LOOK_S if len(self._sides) > 1 else 1.0)
+                    finally:
+                        self._lock.release()
+                while by.out:
+                    yield by.out.popleft()
         finally:
-            if not self._closing:
-                self._abandon()
-        self._measure(took, lost, monotonic() - begun)
+            if by.left and not self._closing:
+                with self._lock:
+                    for asked in [asked for asked in list(self._queue) if asked.by is by]:
+                        self._queue.remove(asked)
+                    self._abandon(by)
+        self._measure(by.took, by.lost, monotonic() - begun)
+
+    def _next(self, holds: int | None) -> Asked:
+        """Take a unit out of the queue for a worker that holds a version: of that version if there is one, else the oldest."""
+        chosen = next((asked for asked in list(self._queue) if asked.unit.version == holds), self._queue[0])
+        self._queue.remove(chosen)
+        return chosen
+
+    def _heard(self, asked: Asked, said: dict[str, Any] | Broken) -> None:
+        by = asked.by
+        if isinstance(said, Broken) or "error" in said:
+            by.lost += 1
+            self._queue.appendleft(asked)
+            self._lose(said.why if isinstance(said, Broken) else said["error"])
+        elif "answer" in said:
+            by.out.extend(self._new(asked, unpack(said["answer"])))
+        elif said.get("done"):
+            if len(asked.found) < sum(r.n for r in asked.unit.requests):
+                raise ValueError("a worker ended its unit without all answers")
+            by.took.append(monotonic() - asked.since)
+            by.left -= 1
+            self._losses = 0
 
     def _new(self, asked: Asked, completion: Completion) -> list[Completion]:
         """The answer, unless it came before, from a worker that was lost then. Other weights are an error of the worker."""
-        if completion.policy_version != asked.unit.version:
+        version = completion.policy_version
+        if version != asked.unit.version and not (self.inflight and version > asked.unit.version):
             self._add("workers/stale", 1.0)
-            raise ValueError(f"an answer of version {completion.policy_version}, {asked.unit.version} was asked for")
+            raise ValueError(f"an answer of version {version}, {asked.unit.version} was asked for")
         key = (completion.prompt, completion.sample)
         if not any(r.prompt == key[0] and 0 <= key[1] - r.first_sample < r.n for r in asked.unit.requests):
             raise ValueError(f"an answer that nobody asked for: {key}")
         before = asked.found.setdefault(key, completion)
         if before is completion:
             return [completion]
-        if before != completion:
+        if before != completion and not self.inflight:
             self._add("workers/differing", 1.0)
             _log.warning("prompt %d sample %d was answered differently by another worker", *key)
         return []
@@ -196,3 +247,28 @@ class UnitPool(Engine):
         """Each start after a loss waits twice as long as the one before."""
         if self._losses > 1:
             sleep(min(_LONGEST_PAUSE_S, 0.05 * 2**self._losses))
+
+
+class Side(Engine):
+    """A pool as an engine with a version of its own."""
+
+    def __init__(self, pool: UnitPool) -> None:
+        self.pool, self.version = pool, pool.version
+
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Publish a version, unless it is."""
+        if not self.pool.has(version):
+            self.pool.load(weights, version)
+        self.version = version
+
+    def hash(self) -> str:
+        """The fingerprint of its version."""
+        return self.pool.hash(self.version)
+
+    def open(self) -> Flight:
+        """As the pool's."""
+        return StreamFlight(self.stream)
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """Answers of its version."""
+        return self.pool.stream(requests, self.version)

@@ -1,10 +1,12 @@
 """An engine in a worker process: it answers a unit of requests with the weights that the unit names."""
 
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from rolecall.policy.load import load
 from rolecall.rollout.engine import Engine
+from rolecall.rollout.native import NativeEngine
 from rolecall.rollout.open import open_engine
 from rolecall.types import Completion, Finish, Request
 from rolecall.workers.child import Answer, Send
@@ -43,6 +46,8 @@ class Unit:
     version: int
     hash: str
     """`weights_hash` of the weights as the engine must hold them."""
+    newest: str | None = None
+    """A file that names newer weights when there are any, with which the answers go on; None: they end with these."""
 
 
 def open_worker(setup: Setup) -> tuple[dict[str, Any], Answer]:
@@ -75,12 +80,27 @@ class Sampler:
 
     def stream(self, unit: Unit) -> Iterator[Completion]:
         """The unit's answers as they end, after a check that the weights are those that were published."""
-        if self.engine.version != unit.version:
-            self.engine.load(self._read(unit.weights), unit.version)
-            if (found := self.engine.hash()) != unit.hash:
+        self._take(unit.weights, unit.version, unit.hash)
+        return self.engine.stream(unit.requests) if unit.newest is None else self._following(unit, unit.newest)
+
+    def _take(self, weights: Any, version: int, fingerprint: str) -> None:
+        if self.engine.version != version:
+            self.engine.load(self._read(weights), version)
+            if (found := self.engine.hash()) != fingerprint:
                 self.engine.version = -1
-                raise RuntimeError(f"the weights of version {unit.version} arrived changed: {found} for {unit.hash}")
-        return self.engine.stream(unit.requests)
+                raise RuntimeError(f"the weights of version {version} arrived changed: {found} for {fingerprint}")
+
+    def _following(self, unit: Unit, newest: str) -> Iterator[Completion]:
+        """The unit's answers, by the newest weights at every token."""
+        if not isinstance(self.engine, NativeEngine):
+            raise RuntimeError("only the native engine can change weights while answers grow")
+        self.engine.inflight, flight = True, self.engine.open()
+        for request in unit.requests:
+            flight.add(request)
+        while flight:
+            with suppress(FileNotFoundError):  # two have been published since the first was named
+                self._take(*json.loads(Path(newest).read_text()))
+            yield from (completion for _, completion in flight.step())
 
 
 @contextmanager
@@ -112,12 +132,13 @@ def pack(c: Completion) -> dict[str, Any]:
         "sample": c.sample,
         "seed": c.seed,
         "supports": None if c.supports is None else [ids.hex() for ids in c.supports],
+        "versions": c.versions,
     }
 
 
 def unpack(said: Mapping[str, Any]) -> Completion:
     """The completion again."""
-    supports = said["supports"]
+    supports, versions = said["supports"], said["versions"]
     return Completion(
         ids=tuple(map(int, said["ids"])),
         behaviour_logprobs=tuple(map(float.fromhex, said["logprobs"])),
@@ -127,4 +148,5 @@ def unpack(said: Mapping[str, Any]) -> Completion:
         sample=int(said["sample"]),
         seed=int(said["seed"]),
         supports=None if supports is None else tuple(map(bytes.fromhex, supports)),
+        versions=None if versions is None else tuple((int(a), int(b), int(v)) for a, b, v in versions),
     )
