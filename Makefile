@@ -7,7 +7,7 @@ STAMPS := $(VENV)/.stamps
 
 AGAINST ?= HEAD~1
 
-.PHONY: help setup demo faults frozen docs-site wheel package test test-slow test-vllm test-cluster test-plain check format bench results results-quick mutate mutate-wiring mutants-listed kernels docs clean
+.PHONY: help setup demo faults frozen docs-site wheel package test test-slow test-vllm test-cluster test-envs test-plain check format bench results results-quick mutate mutate-wiring mutants-listed kernels docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -28,7 +28,15 @@ $(STAMPS)/mutate: $(STAMPS)/dev
 	@touch $@
 
 $(STAMPS)/ray: $(STAMPS)/dev
-	$(PIP) -e '.[ray]'
+	$(PIP) -e '.[ray,store]' 'moto[server]'
+	@touch $@
+
+$(STAMPS)/lessons: $(STAMPS)/dev
+	$(PIP) -e '.[lessons]'
+	@touch $@
+
+$(STAMPS)/envs: $(STAMPS)/dev
+	$(PIP) -e '.[openenv,verifiers,textworld]' langgraph langchain-openai
 	@touch $@
 
 $(STAMPS)/site: $(STAMPS)/dev
@@ -51,14 +59,17 @@ setup: $(STAMPS)/dev  ## the environment in .venv
 test: $(STAMPS)/dev $(STAMPS)/browser  ## the default test suite
 	$(BIN)/pytest -n 2 --dist loadfile
 
-test-slow: $(STAMPS)/dev  ## tests that take minutes or a downloaded model
+test-slow: $(STAMPS)/lessons  ## tests that take minutes or a downloaded model
 	$(BIN)/pytest -m slow --timeout=3000
 
 test-vllm: $(STAMPS)/dev  ## rollouts through a real vLLM server, in an environment of its own that is made at first use
 	$(BIN)/pytest -m vllm --timeout=1800 tests/real_vllm
 
-test-cluster: $(STAMPS)/ray  ## the pool of Ray actors, on a cluster of three machines that Ray fakes here
-	$(BIN)/pytest -m slow --timeout=300 tests/cluster
+test-cluster: $(STAMPS)/ray  ## Ray actors on a cluster of three machines that Ray fakes here, and rollouts in a bucket of a local S3 server
+	$(BIN)/pytest -m slow --timeout=1200 tests/cluster
+
+test-envs: $(STAMPS)/envs  ## environments of other packages, for real: OpenEnv, verifiers, TextWorld, LangGraph
+	$(BIN)/pytest -m slow --timeout=600 tests/agents
 
 test-plain: $(STAMPS)/dev  ## the tests of models, engines and updates with every fast path turned off
 	ROLECALL_FLAT=0 ROLECALL_KERNELS=0 $(BIN)/pytest -n 2 --dist loadfile tests/policy tests/rollout tests/agents tests/train tests/recipes

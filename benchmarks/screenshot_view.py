@@ -1,6 +1,6 @@
 """Screenshots of `rolecall view` for the documentation: `python benchmarks/screenshot_view.py [docs]`.
 
-Makes a demo and three short runs with different seeds, opens their pages, and takes pictures in light and dark, wide and narrow.
+Makes an audit, a short imitation and runs with different seeds, opens their pages, and takes pictures in light and dark, wide and narrow.
 Needs Debian's chromium and chromium-driver, and the `dev` and `view` extras.
 """
 
@@ -66,6 +66,7 @@ def make(place: Path) -> dict[str, str]:
     """The runs that are shown, by what they are for."""
     start = split("sft --model tiny --rows sorting:length=3 --steps 50 --batch 32 --optim.lr 3e-3")
     subprocess.run([*CALL, *start, "--out", "runs/start", "--quiet"], cwd=place, check=True)
+    subprocess.run([*CALL, "audit", *TRAIN[1:], "--quiet"], cwd=place, check=False)
     names = {
         "first": "grpo-seed-1",
         "second": "grpo-seed-2",

@@ -99,40 +99,29 @@ def measure(model: str, url: str, *, turns: int, vllm: bool) -> tuple[dict[str, 
         for i in range(prompts)
     ]
     loaded = load(model)
-    weights = {name: p.detach() for name, p in loaded.model.named_parameters()}
-    policy = add_adapter(load(model), rank=RANK)
     here = open_engine(loaded, name="native", max_rows=256)
     found: dict[str, list[float]] = {}
 
     def note(name: str, work: Callable[[], Any]) -> None:
         found.setdefault(name, []).append(seconds(work))
 
-    def made(source: Any, sync: str) -> Any:
-        options = EngineOptions(servers=(url,), sync=sync, worker_silence=300.0)  # type: ignore[arg-type]
-        return sampler(source, Options(options, sampling))
-
-    engines = {"directory": made(loaded, "directory"), "broadcast": made(loaded, "broadcast")}
-    engines |= {"adapter": made(policy, "directory"), "adapter broadcast": made(policy, "broadcast")}
-    for turn in range(turns + 1):
-        if turn == 1:
-            found.clear()  # the first one warms up
-        step, there = [replace(request, step=turn) for request in asked], engines["directory"]
-        note("here", lambda turn=turn: here.load(weights, turn))
-        note("directory", lambda turn=turn, there=there: there.load(weights, turn))
-        note("generate here", lambda step=step: here.generate(step))
-        note("generate there", lambda step=step, there=there: there.generate(step))
-        if not vllm:
-            there._shared = False
-            note("upload", lambda turn=turn, there=there: there.load(weights, turn))
-            there._shared = True
-        for name in ("broadcast", "adapter", "adapter broadcast"):
-            source = weights if name == "broadcast" else merged_weights(policy)
-            note(name, lambda name=name, turn=turn, source=source: engines[name].load(source, turn))
-    engines["directory"].load(weights, turns + 1)
-    rates = {count: clients(engines["directory"], asked[0], count) for count in CLIENTS}
-    for engine in engines.values():
-        engine.close()
-    return found, rates
+    for way in [way for way in WAYS if not (vllm and way == "upload")]:
+        source = add_adapter(load(model), rank=RANK) if "adapter" in way else loaded
+        sync: Any = "broadcast" if "broadcast" in way else "directory"
+        there: Any = sampler(source, Options(EngineOptions(servers=(url,), sync=sync, worker_silence=300.0), sampling))
+        there._shared = way != "upload"
+        for turn in range(turns + 1):
+            weights = merged_weights(source)
+            note(f"here {way}", lambda weights=weights, turn=turn: here.load(weights, turn))
+            note(way, lambda weights=weights, turn=turn, there=there: there.load(weights, turn))
+            if way == "directory":
+                step = [replace(request, step=turn) for request in asked]
+                note("generate here", lambda step=step: here.generate(step))
+                note("generate there", lambda step=step, there=there: there.generate(step))
+        if way == "directory":
+            rates = {count: clients(there, asked[0], count) for count in CLIENTS}
+        there.close()
+    return {name: times[1:] for name, times in found.items()}, rates  # the first of each warms up
 
 
 def clients(engine: Any, request: Any, count: int) -> float:
@@ -169,7 +158,7 @@ def table(given: argparse.Namespace, found: dict[str, list[float]], rates: dict[
         "| work | in the process | through the server | ratio |",
         "|---|---|---|---|",
         row("sampling a step", "generate here", "generate there"),
-        *(row(f"sync {what}", "here", way) for way, what in WAYS.items() if way in found),
+        *(row(f"sync {what}", f"here {way}", way) for way, what in WAYS.items() if way in found),
         "",
         "| clients, each with one request of one answer in flight | tokens a second |",
         "|---|---|",

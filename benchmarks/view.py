@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import split
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from selenium import webdriver
@@ -40,6 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", type=Path, help="make the runs there, or use those that are there")
     parser.add_argument("--cost-only", action="store_true", help="measure what a training costs, and nothing else")
+    parser.add_argument("--pairs", type=int, default=24, help="stretches of a training with and without the page")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         runs = given.keep or Path(place) / "runs"
@@ -51,7 +52,7 @@ def main() -> None:
                     driver.get(f"{base}/?token={token}")
                     looked(driver, process, base)
                     reached(driver, base, runs)
-            slowed(driver, Path(place))
+            slowed(driver, Path(place), given.pairs)
 
 
 def make(runs: Path) -> None:
@@ -182,27 +183,60 @@ def reached(driver: Any, base: str, runs: Path) -> None:
     print(f"a line of the metrics on the page: median {median(took):.2f} s, longest {max(took):.2f} s")
 
 
-def slowed(driver: Any, place: Path) -> None:
-    """Processor seconds of a training alone, and with `--view`, its server counted too and its page open; in turns."""
-    steps, found = 150, {"alone": [], "viewed": []}  # type: ignore[var-annotated]
-    for i in range(3):
-        for how in found:
-            run = place / "trained" / f"{how}-{i}"
-            words = [*CALL, *TRAIN, "--prompts", "4", "--steps", str(steps), "--out", str(run)]
-            words += ["--view"] if how == "viewed" else []
-            process = subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-            assert process.stderr is not None
-            for said in process.stderr:
-                if said.startswith("view: "):
-                    driver.get(said.removeprefix("view: ").strip())
-            used = os.wait4(process.pid, 0)[2]
-            found[how].append(used.ru_utime + used.ru_stime)
-            times = [json.loads(line)["step_time"] for line in (run / "timing.jsonl").read_text().splitlines()]
-            print(f"  {how}: {found[how][-1]:.1f} s of processor, {median(times[5:]):.3f} s per step", flush=True)
-    alone, viewed = (median(found[how]) for how in found)
-    print(
-        f"a training of {steps} steps: {alone:.1f} s of processor alone, {viewed:.1f} s with --view and its page open"
+def slowed(driver: Any, place: Path, pairs: int) -> None:
+    """What a step costs a training with `--view`: with its page open and, in turns, with no page and the server stopped.
+
+    Stretches of one training are compared with their neighbours, because other work on the machine changes from minute to
+    minute. The training's own processor time is counted without its server's.
+    """
+    run = place / "trained"
+    words = [*CALL, *TRAIN, "--prompts", "4", "--sampling.max_new_tokens", "16", "--steps", "100000", "--out", str(run)]
+    training = subprocess.Popen(
+        [*words, "--view"], stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
+    assert training.stderr is not None
+    try:
+        page = next(said.removeprefix("view: ").strip() for said in training.stderr if said.startswith("view: "))
+        children = Path(f"/proc/{training.pid}/task/{training.pid}/children").read_text().split()
+        server = next(int(pid) for pid in children if "rolecall.jobs.view" in Path(f"/proc/{pid}/cmdline").read_text())
+        ratios = []
+        for i in range(pairs):
+            found = {}
+            for how in ("alone", "viewed") if i % 2 else ("viewed", "alone"):
+                os.kill(server, signal.SIGCONT if how == "viewed" else signal.SIGSTOP)
+                driver.get(page if how == "viewed" else "about:blank")
+                steps_from(training.pid, run, 2)  # the page is drawn for the first time
+                found[how] = steps_from(training.pid, run, 10)
+            print("  viewed: {:.3f} s of processor, {:.3f} s".format(*found["viewed"]), end=", ")
+            print("alone: {:.3f} s of processor, {:.3f} s a step".format(*found["alone"]), flush=True)
+            ratios.append([viewed / alone for viewed, alone in zip(found["viewed"], found["alone"], strict=True)])
+    finally:
+        os.kill(server, signal.SIGCONT)
+        training.terminate()
+        training.communicate()
+    for name, held in zip(("processor time", "wall time"), zip(*ratios, strict=True), strict=True):
+        low, middle, high = quantiles(held, n=4)
+        print(f"{name} of a step, viewed / alone: median {middle:.3f}, half of {pairs} pairs {low:.3f} to {high:.3f}")
+
+
+def steps_from(pid: int, run: Path, steps: int) -> tuple[float, float]:
+    """(processor seconds of the process alone, seconds) of each of its next steps."""
+
+    def now() -> tuple[int, float, float]:
+        log = run / "timing.jsonl"
+        times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        used = (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
+        return log.read_bytes().count(b"\n") if log.is_file() else 0, used, time.monotonic()
+
+    def after(step: int) -> tuple[int, float, float]:
+        while (at := now())[0] < step:
+            time.sleep(0.02)
+        return at
+
+    begun = after(now()[0] + 1)
+    ended = after(begun[0] + steps)
+    done = ended[0] - begun[0]
+    return (ended[1] - begun[1]) / done, (ended[2] - begun[2]) / done
 
 
 if __name__ == "__main__":

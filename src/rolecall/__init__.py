@@ -36,6 +36,7 @@ _JOBS = (
     "generate",
     "marl",
     "play",
+    "propose",
     "push",
     "report",
     "rescore",

@@ -250,6 +250,17 @@ class Batch:
     sequence. None: every row is a sequence of its own."""
     replayed: Tensor | None = None
     """[batch] bool: rows of earlier steps that are trained on again; None: all are fresh."""
+    guided: Tensor | None = None
+    """[batch] bool: rows whose behaviour read lessons in its prompt that are not here; None: none did."""
+    turns: Tensor | None = None
+    """[batch, time] int64: which of the policy's turns a position belongs to, -1 outside of them. It and the three below are
+    there if credit is given turn by turn (`maths.credit`); each says the same at all positions of a turn."""
+    turn_rewards: Tensor | None = None
+    """[batch, time]: what the environment gave for the turn."""
+    turn_marks: Tensor | None = None
+    """[batch, time]: how the turn was judged; NaN where it was not."""
+    turn_states: Tensor | None = None
+    """[batch, time] int64: what the policy had just read, as a number."""
     supports: Supports | None = None
     """[batch, time]: what could be drawn; None: the whole vocabulary everywhere."""
 
@@ -289,7 +300,7 @@ class Batch:
         return replace(self, supports=self.supports, **moved)
 
 
-_PER_ROW = frozenset({"groups", "scores", "baselines", "policy_versions", "episodes", "replayed"})
+_PER_ROW = frozenset({"groups", "scores", "baselines", "policy_versions", "episodes", "replayed", "guided"})
 
 
 def _check_lengths(what: str, length: int, **parts: tuple[object, ...] | None) -> None:

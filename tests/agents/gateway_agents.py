@@ -27,6 +27,8 @@ def post(base_url, key, body, path="/chat/completions"):
 
 
 def said(base_url, key, messages, **more):
+    if more.get("stream"):
+        return {"role": "assistant", "content": "".join(pieces(base_url, key, {"messages": messages, **more}))}
     status, answer = post(base_url, key, {"model": "m", "messages": messages, **more})
     assert status == 200, answer
     return answer["choices"][0]["message"]
@@ -36,7 +38,7 @@ def guess(base_url, key, row):
     """The guessing game of `rolecall.tasks.agent_tasks`, as somebody would write it."""
     messages = [dict(m) for m in row["prompt"]]
     for left in range(2, -1, -1):
-        message = said(base_url, key, messages)
+        message = said(base_url, key, messages, stream=row.get("stream", False))
         text = message["content"].strip()
         number = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
         if number == row["secret"]:
@@ -121,6 +123,12 @@ def sends_much(base_url, key, row):
         return {"reward": 1.0, "status": str(error)}
 
 
+def sends_nonsense(base_url, key, row):
+    said(base_url, key, GO)
+    calls = [(key, b"{"), (key, b'{"messages": 3}'), ("", {"messages": GO})]
+    return {"reward": 1.0, "statuses": [post(base_url, one, body)[0] for one, body in calls]}
+
+
 def borrows_a_key(base_url, key, row):
     said(base_url, key, GO)
     place = Path(row["place"])
@@ -196,3 +204,25 @@ def uses_tools(base_url, key, row):
 def even(completions, environments, **_):
     """A reward function over the transcript; programs' results are seen as `environments`."""
     return [float(sum(len(m["content"]) for m in said) % 2) for said in completions]
+
+
+def streams(base_url, key, row):
+    """Reads a stream piece by piece, as many as the row says; after the first, the engine may go on."""
+    found, before = [], False
+    for piece in pieces(base_url, key, {"messages": GO, "stream": True}):
+        before |= not Path(row["read"]).exists()
+        Path(row["read"]).touch()
+        found.append(piece)
+        if len(found) == row.get("most"):
+            break
+    return {"reward": 1.0, "pieces": found, "before": before}
+
+
+def pieces(base_url, key, body):
+    """The texts of a stream as they come."""
+    head = {"Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(f"{base_url}/chat/completions", data=json.dumps(body).encode(), headers=head)
+    with urllib.request.urlopen(request) as answer:
+        for line in answer:
+            if line.startswith(b"data: {") and (piece := json.loads(line[6:])["choices"][0]["delta"].get("content")):
+                yield piece

@@ -1,5 +1,7 @@
 """An MCP server with a few tools, one of which remembers."""
 
+import sys
+
 from mcp.server import MCPServer
 
 server = MCPServer("test", log_level="CRITICAL")
@@ -22,4 +24,6 @@ def remember(word: str) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        server.run(transport="streamable-http", port=int(sys.argv[1]))
     server.run()

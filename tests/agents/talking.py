@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rolecall.agents.conversation import Dialect
-from rolecall.agents.play import Played, Player, Wanted
+from rolecall.agents.play import Player
+from rolecall.agents.played import Played, Wanted
 from rolecall.agents.pool import LocalEnvs
 from rolecall.config.agents import AgentOptions
 from rolecall.maths.roles import Role

@@ -10,7 +10,7 @@ from rolecall.agents import gym_text
 from rolecall.agents.conversation import Conversation
 from rolecall.agents.environments import as_factory
 from rolecall.agents.gym_text import GymTextEnv, numbered
-from rolecall.agents.play import Wanted
+from rolecall.agents.played import Wanted
 from rolecall.agents.pool import Failure, LocalEnvs
 from rolecall.agents.replies import BadReply, first_reply, next_reply
 from rolecall.agents.worker import open_worker

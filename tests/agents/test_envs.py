@@ -1,5 +1,7 @@
 """The built-in environments, tool calls, adapters, and their names."""
 
+import asyncio
+import json
 from fractions import Fraction
 from importlib.util import find_spec
 from itertools import product
@@ -259,6 +261,44 @@ def test_get_reward_comes_before_the_attribute():
     first_reply(env, {"prompt": "Play.", "goal": 1}, 0)
     assert next_reply(env, said("no call")).rewards == {"agent": 0.25}
     assert env.final_reward() == 0.25
+
+
+def test_methods_and_tools_may_be_async_and_share_a_loop():
+    class Waits(Counter):
+        async def reset(self, **kwargs):
+            self.loop = asyncio.get_running_loop()
+            return super().reset(**kwargs)
+
+        async def twice(self, step: int) -> str:
+            await asyncio.sleep(0)
+            assert asyncio.get_running_loop() is self.loop
+            return self.increment(2 * step)
+
+        async def get_reward(self):
+            await asyncio.sleep(0)
+            return self.reward / 2
+
+        @property
+        def trap(self):
+            raise AssertionError("no property is asked for")
+
+    async def add(a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: One.
+            b: Other.
+        """
+        return a + b
+
+    env = TRLEnv(Waits, {"add": add})
+    assert list(env._tools) == ["add", "increment", "twice"]
+    first_reply(env, {"prompt": "Play.", "goal": 4}, 0)
+    calls = [("twice", {"step": 2}), ("add", {"a": 2, "b": 3}), ("twice", {"step": 9})]
+    text = "".join(f"<tool_call>{json.dumps({'name': n, 'arguments': a})}</tool_call>" for n, a in calls)
+    reply = next_reply(env, said(text))
+    assert [m["content"] for m in reply.messages["agent"]] == ["Counter: 4", "5", "error: at most 5"]
+    assert next_reply(env, said("Done.")).rewards == {"agent": 0.5}
 
 
 def test_a_task_of_one_answer_is_an_environment_of_one_turn():

@@ -12,7 +12,7 @@ import gateway_agents
 import pytest
 from talking import DIALECT, encode, spoken, talker
 
-from rolecall.agents.play import Wanted
+from rolecall.agents.played import Wanted
 from rolecall.agents.programs import ProgramPlayer, Programs
 from rolecall.config.agents import AgentOptions
 from rolecall.maths.roles import Role
@@ -104,6 +104,7 @@ def test_what_a_program_starts_ends_with_it(programs):
     ("fields", "words"),
     [
         ({"n": 2}, "n is 2, and a call has one answer here"),
+        ({"n": 2, "stream": True}, "n is 2, and a call has one answer here"),
         ({"temperature": 0.3}, "temperature is 0.3, but this run samples with 1: leave it out"),
         ({"top_p": 0.5}, "top_p is 0.5, but this run samples with 1"),
         ({"frequency_penalty": 1.0}, "frequency_penalty"),
@@ -133,6 +134,12 @@ def test_what_changes_nothing_or_says_what_holds_is_taken(programs):
     fields = {"temperature": 1.0, "top_p": 1, "n": 1, "user": "u", "metadata": {"a": "b"}, "parallel_tool_calls": True}
     (episode,) = does(programs, {"do": "sends", "fields": fields})
     assert (episode.view["status"], episode.counts) == (200, {"turns": 2, "repeats": 1})
+
+
+def test_nonsense_and_a_missing_key_are_refused(programs):
+    (episode,) = does(programs, "sends_nonsense")
+    assert (episode.view["statuses"], episode.counts["refused_calls"]) == ([400, 400, 401], 3)
+    assert len(samples(episode)) == 1
 
 
 def test_a_huge_body_is_not_read(programs):
@@ -285,13 +292,24 @@ def test_what_is_no_program_is_said_at_the_start(name, words):
     assert words in str(caught.value)
 
 
-def test_the_endpoint_is_gone_with_the_run():
+def listening(port):
+    """The addresses, in the kernel's notation, at which something listens on a port of this machine."""
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return [words[1].split(":")[0] for words in lines if words[3] == "0A" and int(words[1].split(":")[1], 16) == port]
+
+
+def test_the_endpoint_is_on_loopback_only_and_gone_with_the_run():
     before = threading.active_count()
-    with Programs(f"{FILE}:run", AgentOptions(workers=1)) as programs:
+    with Programs(f"{FILE}:run", AgentOptions(workers=1, network=True)) as programs:
         does(programs, "well")
+        port = programs.ready["port"]
+        assert listening(port) == ["0100007F"], "127.0.0.1"
         place, pids = programs.socket, [w.process for w in programs.workers]
         assert place.exists()
         assert place.parent.stat().st_mode & 0o077 == 0, "nobody else may connect"
     assert not place.parent.exists()
     assert all(process.poll() is not None for process in pids)
     assert threading.active_count() == before
+    assert not listening(port)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from servers import serving
 from talking import play, spoken, talker
 from test_gateway import WITH_TOOLS
 
@@ -38,6 +39,20 @@ def test_a_policy_calls_the_tools_of_a_server_of_its_own(episodes):
         assert heard[3] == "error: missing a required argument: 'a'"
         assert (episode.finish, episode.rewards) == (Finish.ENVIRONMENT, {})
         assert (episode.counts["tool_calls"], episode.counts["tool_failures"]) == (4, 2)
+
+
+def test_a_server_with_an_address_is_shared_and_needs_a_network():
+    lines = ['<tool_call>{"name": "product", "arguments": {"a": 6, "b": 7}}</tool_call><remember>one</remember>', "42"]
+    with serving(str(Path(__file__).with_name("mcp_server.py"))) as port:
+        name = f"mcp:http://127.0.0.1:{port}/mcp"
+        check_name(name)
+        with EnvPool(name, workers=1, network=True) as envs:
+            rows = [{"prompt": "go"}] * 2
+            found = play(envs, talker(*lines), rows, new_tokens=99, dialect=WITH_TOOLS, context_length=4000)
+        with pytest.raises(EnvError, match=r"cannot be used: .*it has no network: set agent.network"):
+            EnvPool(name, workers=1)
+    heard = [[text for who, _, text in spoken(e.trajectories(group=0)["agent"][0]) if who == "tool"] for e in found]
+    assert sorted(heard) == [["42", "one"], ["42", "one one"]], "what one episode keeps, the next one sees"
 
 
 def test_what_is_no_server_is_said_at_the_start(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from agent_envs import Counting, Dawdling, Echo, Endless, Wordy
 from talking import DIALECT, TOKENIZER, encode, play, player, spoken, talker
 
-from rolecall.agents.play import Wanted
+from rolecall.agents.played import Wanted
 from rolecall.agents.pool import EnvPool, LocalEnvs
 from rolecall.maths.roles import Role
 from rolecall.policy.load import load

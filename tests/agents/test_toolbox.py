@@ -7,6 +7,7 @@ from talking import play, spoken, talker
 from test_gateway import WITH_TOOLS
 
 from rolecall.agents import toolbox
+from rolecall.agents.bm25 import ranked
 from rolecall.agents.environments import check_name
 from rolecall.agents.pool import EnvPool
 from rolecall.tasks.env import EnvError
@@ -52,9 +53,9 @@ def test_a_policy_runs_a_program_and_searches_a_folder(folder):
 def test_the_best_passage_comes_first(folder):
     passages = toolbox._passages(str(folder))
     assert {name for name, *_ in passages} == {"birds.txt", "trees/oak.md"}
-    (first,) = toolbox._ranked("an oak", passages)[:1]
-    assert passages[first][1] == "An oak grows slowly."
-    assert toolbox._ranked("whale", passages) == []
+    words = [held for *_, held in passages]
+    assert passages[ranked("an oak", words)[0]][1] == "An oak grows slowly."
+    assert ranked("whale", words) == []
 
 
 def test_a_program_that_fails_prints_much_or_does_not_end(monkeypatch):

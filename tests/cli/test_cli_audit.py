@@ -28,8 +28,8 @@ def test_warnings_are_shown_and_the_page_written(capsys):
     assert "prompt       given                  -" in out
     assert "Trained: the policy chose this position and it counts in the loss." in out
     assert "0 errors" in out
-    assert err == "page: audit-1.html\n"
-    assert Path("audit-1.html").read_text().startswith("<!doctype html>")
+    assert err == "page: runs/audit-1.html\n"
+    assert Path("runs/audit-1.html").read_text().startswith("<!doctype html>")
 
 
 def test_an_error_is_exit_code_1(capsys):
@@ -44,7 +44,7 @@ def test_an_error_is_exit_code_1(capsys):
 def test_pages_are_numbered_and_never_overwritten(capsys):
     for number in (1, 2):
         assert main(["audit", *QUICK]) == 0
-        assert Path(f"audit-{number}.html").is_file()
+        assert Path(f"runs/audit-{number}.html").is_file()
     Path("mine.html").write_text("kept")
     assert main(["audit", *QUICK, "--html", "mine.html"]) == 2
     assert "mine.html is there already: give another name, or overwrite" in capsys.readouterr().err
@@ -52,7 +52,13 @@ def test_pages_are_numbered_and_never_overwritten(capsys):
     assert main(["audit", *QUICK, "--html", "mine.html", "--overwrite"]) == 0
     assert Path("mine.html").read_text() != "kept"
     assert main(["audit", *QUICK, "--no-page"]) == 0
-    assert not Path("audit-3.html").exists()
+    assert not Path("runs/audit-3.html").exists()
+
+
+def test_a_file_in_place_of_the_directory_for_pages_is_a_sentence(capsys):
+    Path("runs").write_text("")
+    assert main(["audit", *QUICK]) == 2
+    assert "runs is a file, and the page goes into a directory of that name" in capsys.readouterr().err
 
 
 def test_the_settings_of_rl_are_those_of_audit(capsys):
@@ -84,7 +90,7 @@ def test_what_would_act_on_a_terminal_is_shown(capsys):
     file = rows("evil.jsonl", *[{"prompt": f"{evil}{i % 2}", "answer": evil} for i in range(4)])
     main(["audit", *QUICK, "--rows", file, "--reward", "exact"])
     out = capsys.readouterr().out
-    page = Path("audit-1.html").read_text()
+    page = Path("runs/audit-1.html").read_text()
     for text in (out, page):
         assert "\x1b" not in text
         assert "\u202e" not in text

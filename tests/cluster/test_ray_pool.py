@@ -24,7 +24,9 @@ from rolecall.types import Request, Sampling
 ray = pytest.importorskip("ray", reason="needs rolecall[ray]")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 HOW = {"name": "native", "dtype": None, "max_rows": 256}
-SILENCE = 4.0
+BUSY = min(10.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+"""How many times as long as usual everything takes here."""
+SILENCE = 4.0 * BUSY
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +45,6 @@ def requests(count=6, *, length=60):
 def alone(engine, asked):
     """What one engine says to each prompt by itself: a worker's unit."""
     return [c for request in asked for c in engine.generate([request])]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    from ray.cluster_utils import Cluster
-
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    made.extra = [made.add_node(num_cpus=1) for _ in range(2)]
-    os.environ["RAY_ADDRESS"] = made.address
-    yield made
-    del os.environ["RAY_ADDRESS"]
-    ray.shutdown()
-    made.shutdown()
 
 
 @pytest.fixture
@@ -88,12 +76,24 @@ def test_actors_on_several_machines_answer_as_one_engine_does_also_with_new_weig
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_what_a_killed_or_stopped_actor_was_asked_is_answered_by_another(tiny, pool, measured, number):
     asked = requests(length=400)
-    victim, begun = pool.pids[0], time.monotonic()
-    threading.Timer(0.2, os.kill, (victim, number)).start()
-    assert pool.generate(asked) == alone(open_engine(tiny, **HOW), asked)
+    usual = time.monotonic()
+    expected = pool.generate(asked)
+    usual = time.monotonic() - usual
+    assert expected == alone(open_engine(tiny, **HOW), asked)
+    ready = [place for place in pool._places if place.about is None]
+    victim, place = pool.pids[0], ready[0]
+
+    def end_it_at_work():
+        while place.job is None:
+            time.sleep(0.01)
+        os.kill(victim, number)
+
+    threading.Thread(target=end_it_at_work, daemon=True).start()
+    begun = time.monotonic()
+    assert pool.generate(asked) == expected
+    assert time.monotonic() - begun < 6 * SILENCE + 5 * usual
     assert measured["workers/lost"] >= 1
     assert "workers/differing" not in measured
-    assert time.monotonic() - begun < 6 * SILENCE
 
 
 def test_a_machine_that_is_removed_and_one_that_joins_change_nothing(tiny, cluster, pool):
@@ -105,7 +105,7 @@ def test_a_machine_that_is_removed_and_one_that_joins_change_nothing(tiny, clust
     found = pool.generate(asked)
     assert found == alone(engine, asked), "by what is left"
     cluster.extra = [cluster.add_node(num_cpus=1) for _ in range(2)]
-    end = time.monotonic() + 60
+    end = time.monotonic() + 60 * BUSY
     while len(pool.pids) < 2 and time.monotonic() < end:
         assert pool.generate(requests(2)) == alone(engine, requests(2))
         time.sleep(0.5)
@@ -119,7 +119,8 @@ class Unknown(EngineActor):
 
 def test_what_cannot_work_is_said(tiny, cluster, monkeypatch):
     with pytest.raises(
-        UserError, match=r"9 rollout workers need 1 CPUs each, and the Ray cluster has 3 .*--engine.workers 3, or"
+        UserError,
+        match=r"9 rollout workers need 1 CPUs each, and the Ray cluster has 3 CPUs on 3 machines, enough for 3: use --engine.workers 3, or",
     ):
         RayPool(tiny, EngineOptions(workers=9, cluster="ray"), how=HOW, reads={})
     ray.shutdown()
@@ -146,12 +147,12 @@ def test_a_run_ends_with_the_bytes_of_one_with_local_workers(cluster, tmp_path):
                    "--reward", f"{reward}:letters", "--engine.workers", "2", "--quiet", "--out", str(out), *more]  # fmt: skip
         process = subprocess.Popen(command, env=os.environ | {"HF_HUB_OFFLINE": "1"})
         if check:
-            assert process.wait(timeout=120) == 0
+            assert process.wait(timeout=120 * BUSY) == 0
         return process
 
     run(tmp_path / "local")
     cut = run(tmp_path / "ray", "--engine.cluster", "ray", check=False)
-    end = time.monotonic() + 120
+    end = time.monotonic() + 120 * BUSY
     while time.monotonic() < end and not list((tmp_path / "ray").glob("checkpoints/step-000002")):
         time.sleep(0.05)
     cut.kill()

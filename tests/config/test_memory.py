@@ -96,6 +96,15 @@ def test_parts_are_divided_among_processes_only_when_sharded(directory, monkeypa
     assert "weights 0.1 GB, gradients 0.1 GB, optimiser 0.3 GB, gathered layers 28 MB" in sharded
 
 
+def test_a_reward_model_is_a_part_too_and_whole_if_it_scores_beside_training(directory, monkeypatch):
+    assert "reward model 0.5 GB" in lines(of(RLOptions, "tiny", reward=[str(directory)]))
+    assert "reward model" not in lines(of(RLOptions, "tiny", reward=["exact"]))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    how = {"reward": [str(directory)], "train": {"shard": "fsdp2"}}
+    assert "reward model 0.1 GB" in lines(of(RLOptions, "tiny", **how))
+    assert "reward model 0.5 GB" in lines(of(RLOptions, "tiny", **how, ahead=1))
+
+
 def test_what_makes_it_less(directory):
     adapter = lines(of(SFTOptions, directory, policy={"lora_rank": 8, "quantize": "int4"}))
     assert "gradients 10 MB, optimiser 20 MB" in adapter

@@ -60,11 +60,14 @@ def place(tmp_path_factory):
         (scope,) = [text for text in blocks(ROOT / "docs/quickstart.md", "python") if "data.jsonl" in text]
         exec(scope)
         shutil.copy("data.jsonl", "prompts.jsonl")
+        Path("demos.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n' * 4)
         Path("rewards.py").write_text(REWARDS)
         (env,) = [text for text in blocks(ROOT / "docs/agents.md", "python") if "class Higher" in text]
         Path("higher.py").write_text(env)
         (agent,) = [text for text in blocks(ROOT / "docs/gateway.md", "python") if "def run" in text]
         Path("my_agent.py").write_text(agent)
+        (distil,) = [text for text in blocks(ROOT / "docs/lessons.md", "python") if "def short" in text]
+        Path("distil.py").write_text(distil)
         Path("preferences.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n' * 4)
         Path("my.yaml").write_text("rows: sorting\nprompts: 2\nsamples: 2\ngroups: 2\nsampling: {max_new_tokens: 2}\n")
         how = {"steps": 1, "quiet": True}
@@ -116,7 +119,7 @@ def served(monkeypatch):
     with ExitStack() as stack:
 
         def put(words):
-            if not any(word.startswith(SHOWN_ADDRESS) for word in words):
+            if not any(SHOWN_ADDRESS in word for word in words):
                 return words
             address = stack.enter_context(serving(app_of()))
             return [word.replace(SHOWN_ADDRESS, address) for word in words]

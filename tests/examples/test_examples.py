@@ -22,6 +22,7 @@ SAYS = {
     "generate_with_roles": "CONTENT",
     "own_environment": "step 2: reward",
     "own_agent": "step 2: reward",
+    "stream_experience": "1 files; best answer, step ",
     "kuhn_self_play": "exploitability 0.",
 }
 

@@ -9,8 +9,7 @@ import struct
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,8 @@ from rolecall.train.state import read_state, write_state
 
 ALLOWED = (UserError, StoreError, FormatError, CheckpointError)
 """What a reader may raise: a sentence for people."""
+MOST = 64 << 20
+"""Bytes that the process may grow by while a reader reads any number of these files, of at most some hundred kilobytes each."""
 
 _ROWS = [{"prompt": "1+1=", "answer": "2", "n": [1, 2]}, {"prompt": "ü\u202e", "answer": None, "extra": {"a": 1.5}}]
 
@@ -197,16 +198,39 @@ def attempt(name: str, place: Path, seed: int) -> None:
     assert "\n" not in said
 
 
+def fuzz(name: str, place: Path, seeds: Iterable[int]) -> tuple[int, int]:
+    """Read damaged files; returns how many, and the bytes by which the process was larger than before at its largest.
+
+    Raises with the seed at which a reader raised anything but a sentence, or took more memory than `MOST`.
+    """
+    count, before = 0, 0
+    for count, seed in enumerate(seeds, 1):
+        try:
+            attempt(name, place, seed)
+            if count == 1:  # what a first use loads is there now
+                Path("/proc/self/clear_refs").write_text("5")  # the largest size so far is forgotten
+                before = resident("VmRSS")
+            assert resident("VmHWM") - before <= MOST, "too much memory"
+        except Exception as error:
+            raise AssertionError(f"{name}: seed {seed}") from error
+    return count, max(0, resident("VmHWM") - before)
+
+
+def resident(which: str) -> int:
+    """Bytes of this process that are in memory: now (VmRSS), or at most (VmHWM)."""
+    status = Path("/proc/self/status").read_text()
+    return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith(which))
+
+
+def _until(end: float, seed: int) -> Iterator[int]:
+    while time.monotonic() < end:
+        yield seed
+        seed += 1
+
+
 if __name__ == "__main__":
     np.seterr(all="ignore")
     name, seconds, first = sys.argv[1], float(sys.argv[2]), int((sys.argv[3:] or ["0"])[0])
-    end, seed = time.monotonic() + seconds, first
-    with tempfile.TemporaryDirectory() as place:
-        while time.monotonic() < end:
-            try:
-                attempt(name, Path(place), seed)
-            except Exception:
-                traceback.print_exc()
-                sys.exit(f"{name}: seed {seed}")
-            seed += 1
-    sys.stdout.write(f"{name}: {seed - first} files, nothing but sentences\n")
+    with tempfile.TemporaryDirectory() as folder:
+        files, grown = fuzz(name, Path(folder), _until(time.monotonic() + seconds, first))
+    sys.stdout.write(f"{name}: {files} files, nothing but sentences, {grown / 1e6:.1f} MB at most\n")

@@ -37,6 +37,14 @@ KINDS: dict[str, dict[str, Any]] = {
         **COMMON, "samples": 4, "algorithm.minibatches": 2, "env": f"{Path(__file__).with_name('letters_env.py')}:Letters",
         "agent.when_full": "cut", "agent.context_tokens": 75, "agent.workers": 1,
     },
+    "lessons": {
+        **COMMON, "samples": 4, "env": f"{Path(__file__).with_name('letters_env.py')}:Letters", "agent.workers": 1,
+        "lessons.share": 0.5, "lessons.max_tokens": 6, "lessons.size": 5, "lessons.trial": 2, "lessons.clip_high": 0.6,
+    },
+    "summary": {
+        **COMMON, "samples": 4, "algorithm.minibatches": 2, "env": f"{Path(__file__).with_name('letters_env.py')}:Letters",
+        "agent.context": "summary", "agent.context_tokens": 300, "agent.workers": 1,
+    },
     "replay": {
         **COMMON, "samples": 4, "algorithm.minibatches": 2, "replay.share": 0.5, "replay.sampler": "random",
         "replay.size": 8, "replay.max_uses": 2, "replay.max_staleness": 3, "replay.weights": "mask",
@@ -46,6 +54,7 @@ KINDS |= {
     "ahead": {**KINDS["grpo"], "ahead": 2, "eval.every": 2, "eval.rows": 2},
     "ahead-agents": {**KINDS["agents"], "ahead": 1},
     "ahead-replay": {**KINDS["replay"], "ahead": 3},
+    "ahead-lessons": {**KINDS["lessons"], "ahead": 1},
 }
 ROWS = [{"prompt": f"{word}:"} for word in ("go", "on", "up", "at", "in")]
 
@@ -66,7 +75,11 @@ class Letters:
 def options(kind: str, out: Path, **more: Any) -> RLOptions:
     """The options of a kind of run; of agents none but the environment scores, others are answered and scored here."""
     preset = RLOptions.presets.get(kind, RLOptions.presets["grpo"])
-    objects = {} if kind.endswith("agents") else settings_of({"rows": more.pop("rows", ROWS), "reward": reward})
+    objects = (
+        {}
+        if kind.endswith(("agents", "lessons", "summary"))
+        else settings_of({"rows": more.pop("rows", ROWS), "reward": reward})
+    )
     settings = {**KINDS[kind], "out": str(out), **objects, **more}
     return resolve(RLOptions, [("preset", preset), ("test", settings)]).options
 
@@ -126,6 +139,7 @@ def promised(run: Path) -> dict[str, bytes]:
     latest = sorted(run.glob("checkpoints/step-??????"))[-1]
     places = [latest, run / "model", run / "rollouts", run / "updates"]
     files = [path for place in places for path in place.rglob("*") if path.is_file()] + [run / "metrics.jsonl"]
+    files += run.glob("lessons.jsonl")
     return {str(path.relative_to(run)): path.read_bytes() for path in sorted(files)}
 
 

@@ -110,7 +110,7 @@ def test_killed_at_random_moments_and_resumed_it_ends_with_the_same_bytes(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ahead", "ahead-agents", "ahead-replay"])
+@pytest.mark.parametrize("kind", ["ahead", "ahead-agents", "ahead-replay", "ahead-lessons"])
 def test_killed_twenty_times(tmp_path, kind):
     result = interrupt(kind, tmp_path, seed=7, saves=10, terms=20)
     assert all(files == [] for files in result["differing"]), result

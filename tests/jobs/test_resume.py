@@ -44,13 +44,22 @@ def test_episodes_in_worker_processes_killed_in_saves_end_with_the_same_bytes(tm
     check(interrupt("agents", tmp_path, seed=5, saves=3, terms=2), saves=2)
 
 
+@pytest.mark.slow
+def test_lessons_killed_in_saves_and_between_them_are_the_same_lessons(tmp_path):
+    """Also those of steps after the checkpoint, which are cut and learned again."""
+    check(interrupt("lessons", tmp_path, seed=2, saves=3, terms=2), saves=2)
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "lessons.jsonl").read_text().splitlines()]
+    assert any("lesson" in line for line in lines)
+    assert any("retired" in line for line in lines)
+
+
 def test_replay_killed_in_saves_and_between_them_ends_with_the_same_bytes(tmp_path):
     check(interrupt("replay", tmp_path, seed=1, saves=5, terms=4), saves=3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", ["grpo", "ppo", "replay", "agents"])
+@pytest.mark.parametrize("kind", ["grpo", "ppo", "replay", "agents", "lessons", "summary"])
 def test_many_interruptions(tmp_path, kind, seed):
     check(interrupt(kind, tmp_path, seed=seed, saves=40, terms=20), saves=30)
 

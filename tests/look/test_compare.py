@@ -10,6 +10,7 @@ from test_view_answers import answer
 from view_server import line, viewing, write_run
 
 import rolecall
+from rolecall.cli import main
 from rolecall.errors import UserError
 from rolecall.look.compare import differences, ends, groups_of, overlaid
 from rolecall.look.compare_page import read_runs
@@ -82,6 +83,13 @@ def test_a_band_is_in_the_picture_too(groups, tmp_path):
     plain = replace(reward, name="plain", series=[replace(s, low=None, high=None) for s in reward.series])
     banded, without = write_png([reward, plain], tmp_path)
     assert banded.read_bytes() != without.read_bytes()
+
+
+def test_the_command_writes_the_page_and_its_pictures(runs, tmp_path, capsys):
+    words = [str(runs / name) for name in ("a-seed-0", "a-seed-1", "b")]
+    assert main(["report", *words, "--out", str(tmp_path / "compare.html"), "--png"]) == 0
+    assert "3 runs compared" in (tmp_path / "compare.html").read_text()
+    assert {"reward.png", "entropy.png"} <= {path.name for path in (tmp_path / "curves").iterdir()}
 
 
 def test_a_comparison_that_cannot_be_made_is_a_sentence(runs, tmp_path):

@@ -175,6 +175,18 @@ def test_a_record_whose_lists_do_not_fit_is_left_out(damaged, caplog):
     assert "another length than its ids" in caplog.text
 
 
+@pytest.mark.parametrize(("score", "said"), [(1.0, False), (0.0, True)], ids=["right", "wrong"])
+def test_flat_groups_are_a_finding_unless_most_of_them_have_the_best_score(score, said, damaged):
+    for path in (damaged / "rollouts").iterdir():
+        rows = pq.read_table(path).num_rows
+        scores = [1.0 - score, score, *[score] * (rows - 2)]  # the first group is not flat
+        rewrite(path, score=scores, total=scores)
+    lines = [json.loads(line) for line in (damaged / "metrics.jsonl").read_text().splitlines()]
+    flat = {"frac_reward_zero_std": 0.9, "reward": abs(score - 0.05), "reward_std": 0.2}
+    (damaged / "metrics.jsonl").write_text("".join(json.dumps(line | flat) + "\n" for line in lines))
+    assert ("flat-groups" in kinds(damaged)) == said
+
+
 def test_strange_words_and_missing_scores_are_no_error(damaged):
     for path in (damaged / "rollouts").iterdir():
         rows = pq.read_table(path).num_rows

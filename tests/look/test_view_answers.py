@@ -162,3 +162,34 @@ def test_no_page_is_wider_than_the_screen_in_light_or_dark(browser, server):
             ground = int(browser.js("return getComputedStyle(document.body).backgroundColor")[4:].split(",")[0])
             assert (ground > 128) == (scheme == "light")
             assert browser.complaints() == []
+
+
+CONTROLS = """
+const seen = (e) => e.checkVisibility({ visibilityProperty: true }) && e.getClientRects().length;
+return [...document.querySelectorAll("a[href], button, input, select, summary, [tabindex]")].filter((e) => e.tabIndex >= 0 && !e.disabled && seen(e)).map((e, i) => { e.dataset.control = i; return i; })
+"""
+FOCUSED = """
+const e = document.activeElement, style = getComputedStyle(e);
+return [e.dataset.control ?? null, style.outlineStyle !== "none" || style.boxShadow !== "none"]
+"""
+
+
+def test_tab_alone_reaches_every_control_of_every_page_and_shows_where_it_is(browser, server):
+    browser.open(f"{server.base}/?token={server.token}")
+    for path in ("/", "/run/talks", "/run/talks/answers", "/run/talks/answers/4/4", "/compare?run=talks&run=step-2"):
+        browser.open(f"{server.base}{path}")
+        if browser.all("[data-curves]"):
+            browser.until(lambda: browser.all("#curves canvas"))
+        wanted = set(browser.js(CONTROLS))
+        assert len(wanted) > 8
+        browser.js("document.body.focus()")
+        reached = set()
+        for _ in range(len(wanted) + 5):
+            browser.press("TAB")
+            control, shown = browser.js(FOCUSED)
+            if control is not None:
+                reached.add(int(control))
+                assert shown, (
+                    f"{path}: nothing shows that {browser.js('return document.activeElement.outerHTML')} has the focus"
+                )
+        assert reached >= wanted, (path, wanted - reached)

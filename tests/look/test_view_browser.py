@@ -112,6 +112,36 @@ def test_a_run_that_is_cut_replaced_torn_or_deleted_never_breaks_the_page(here, 
     here.until(lambda: not here.all("[data-run=restless]"))
 
 
+HOLD = "import sys, time; from pathlib import Path; from rolecall.train.lock import RunLock; RunLock(Path(sys.argv[1])); print(); time.sleep(600)"
+
+
+def test_a_run_that_is_killed_while_watched_says_so_by_itself(here, server, runs):
+    run, other = write_run(runs / "killed", steps=3, of=9), write_run(runs / "other", steps=3)
+    works = subprocess.Popen([CALL[0], "-c", HOLD, str(run)], stdout=subprocess.PIPE)
+    try:
+        works.stdout.readline()
+        here.open(f"{server.base}/run/killed")
+        here.until(lambda: here.one("h1 .state").text == "running")
+        works.kill()
+        works.wait()
+        here.until(lambda: here.one("h1 .state").text == "crashed", seconds=20)
+    finally:
+        works.kill()
+        works.wait()
+        works.stdout.close()
+    lock = RunLock(run)
+    here.open(f"{server.base}/compare?run=killed&run=other")
+    here.until(lambda: here.all("#curve-reward canvas"))
+    shutil.rmtree(other)
+    here.until(lambda: "there is no run 'other'" in here.one("#said").text, seconds=20)
+    lock.release()
+    assert here.all("#curve-reward canvas"), "what was drawn stays"
+    write_run(other, steps=4)
+    here.until(lambda: not here.one("#said").text, seconds=20)
+    shutil.rmtree(other)
+    shutil.rmtree(run)
+
+
 def test_states_and_what_cannot_be_read_have_a_word_in_the_table(here, server, runs, tmp_path):
     write_run(runs / "finished")
     write_run(runs / "halted", steps=3, of=9)
@@ -152,6 +182,22 @@ def test_the_table_is_filtered_and_sorted_by_keyboard_alone(here, server, runs):
     here.driver.switch_to.active_element.send_keys("j")
     here.press("ENTER")
     here.until(lambda: here.one("h1").text.startswith("alpha"))
+
+
+def test_a_tag_filters_by_keyboard_and_the_address_keeps_it(here, server, runs):
+    for name in ("tagged,lr=7e-7@seed=1", "tagged,lr=7e-7@seed=2", "tagged,lr=8e-8@seed=1"):
+        write_run(runs / name)
+    here.open(f"{server.base}/")
+    shown = (
+        "return [...document.querySelectorAll('tbody tr')].filter((r) => !r.hidden).map((r) => r.dataset.run).sort()"
+    )
+    here.js("document.querySelector('[data-tag=\"lr=7e-7\"]').focus()")
+    here.press("ENTER")
+    assert here.js(shown) == ["tagged,lr=7e-7@seed=1", "tagged,lr=7e-7@seed=2"]
+    address = here.driver.current_url
+    here.open("about:blank")
+    here.open(address)
+    assert here.js(shown) == ["tagged,lr=7e-7@seed=1", "tagged,lr=7e-7@seed=2"]
 
 
 def test_curves_are_read_out_zoomed_and_smoothed_by_keyboard(here, server, runs):

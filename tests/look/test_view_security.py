@@ -119,7 +119,7 @@ def test_it_listens_on_the_loopback_address_alone(server):
     assert [words[1] for words in sockets if words[3] == "0A" and words[1].endswith(f":{port}")] == [f"0100007F:{port}"]
 
 
-def test_hostile_names_settings_and_numbers_are_text_in_every_page(tmp_path):
+def test_hostile_names_settings_and_numbers_are_text_in_every_page(browser, tmp_path):
     names = [text.replace("/", "∕").replace("\0", "") for text in HOSTILE if text != "\0"]
     for name in names:
         write_run(tmp_path / name, model=name, rows=HOSTILE[1], **{HOSTILE[0]: HOSTILE[3]})
@@ -131,6 +131,18 @@ def test_hostile_names_settings_and_numbers_are_text_in_every_page(tmp_path):
         pages = [server.ask("/")[2], server.ask("/run/numbers")[2]]
         found = server.json("/run/numbers/curves")["charts"]
         assert "</script><script>x" in [chart["title"] for chart in found], "data is data"
+        browser.open(f"{server.base}/?token={server.token}")
+        links = browser.js("return [...document.querySelectorAll('tbody th a')].map((a) => a.getAttribute('href'))")
+        assert len(links) == len(names), "all but one, whose name holds an escape"
+        assert "its name holds a character that no address may hold" in browser.one("tbody").text
+        both = "&".join(link.replace("/run/", "run=") for link in links[:3])
+        for path in ("/", *links, f"/compare?{both}"):
+            browser.open(f"{server.base}{path}")
+            if path != "/":
+                browser.until(lambda: browser.all("#curves canvas"))
+            assert browser.driver.title != "owned"
+            assert not browser.all("main img, header img, svg[onload], main script")
+            assert browser.complaints() == []
     for page in pages:
         for act in ("<img", "<svg onload", "<script>", "</script><script", "\u202e", "\x1b", "\u2028", "<b>bold"):
             assert act not in page, act

@@ -82,18 +82,21 @@ def test_room_for_answers_is_what_the_weights_leave():
     assert replica_gpus(SMALL, Device(flops=1.0, memory=1.0, bandwidth=1.0, source="none"), context=1) is None
 
 
-def test_generation_ends_with_the_crowd_or_with_the_longest_answer():
+def test_generation_is_of_the_crowd_and_of_the_longest_answer():
     how = {"gpus": 1, "reached": ALL}
     slow = Device(flops=1e30, memory=1e6, bandwidth=7700.0, source="none")
-    one = decode_seconds(SMALL, slow, growing=1, context=(3 + 1000) / 2, **how)
-    assert generate_seconds(SMALL, batch(longest=1000.0), slow, **how) == pytest.approx(1000 * one)
     crowd = decode_seconds(SMALL, slow, growing=4, context=3 + 2.5, **how)
-    assert generate_seconds(SMALL, batch(longest=5.0), slow, **how) == pytest.approx(5 * crowd)
+    one = decode_seconds(SMALL, slow, growing=1, context=(3 + 1000) / 2, **how)
+    assert generate_seconds(SMALL, batch(longest=1000.0), slow, **how) == pytest.approx((5 * crowd, 1000 * one))
 
 
-def test_a_step_is_the_sum_in_turn_and_the_slower_side_ahead():
-    found = Step(generate=3.0, train=5.0, sync=1.0)
-    assert [found.seconds(k) for k in (0, 1, 3)] == [9.0, 6.0, 6.0]
+def test_a_step_is_the_sum_in_turn_and_the_slower_side_ahead_which_shares_the_longest_answer_with_others():
+    found = Step(crowd=2.0, longest=3.0, train=5.0, sync=1.0)
+    assert [found.seconds(k) for k in (0, 1, 3, None)] == [9.0, 6.0, 6.0, 6.0]
+    assert found.useful_ahead == 1
+    tail = Step(crowd=2.0, longest=9.0, train=4.0, sync=1.0)
+    assert [tail.seconds(k) for k in (0, 1, 2, 3, None)] == [14.0, 10.0, 5.5, 5.0, 5.0]
+    assert tail.useful_ahead == 3
     assert sync_seconds(SMALL, network=770.0) == 10.0
 
 

@@ -1,6 +1,8 @@
 """`rolecall plan` as a user sees it."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +27,11 @@ def test_a_plan_says_memory_time_cost_and_settings(model, capsys):
     assert "8.03 billion parameters; h100: NVIDIA H100 data sheet" in said
     assert "of 80 GB" in said
     assert "async.ahead 1" in said
-    assert "cost" in said
+    assert "in flight" in said
+    assert re.search(
+        r"in turn +[\d.]+ \([\d.]+ to [\d.]+\), [\d,]+ GPU hours \([\d,]+ to [\d,]+\), cost [\d,]+ \([\d,]+ to [\d,]+\)",
+        said,
+    )
     assert "--train.shard fsdp2" in said
     assert "never measured on a GPU" in said
 
@@ -37,7 +43,7 @@ def test_what_does_not_fit_has_exit_code_1_and_says_what_would_help(model, capsy
 
 def test_a_simulation_is_printed_and_drawn(model, capsys, tmp_path):
     assert main(["plan", model, "--gpus", "16", "--simulate", "--picture", str(tmp_path / "time.svg")]) == 0
-    assert "4096 workers, ahead 1" in capsys.readouterr().out
+    assert "4096 workers, in flight" in capsys.readouterr().out
     assert (tmp_path / "time.svg").read_text().startswith("<svg")
 
 
@@ -73,3 +79,10 @@ def test_models_that_the_formulas_do_not_cover_are_refused(tmp_path, capsys):
 def test_every_gpu_has_its_source():
     assert all(device.source for device in DEVICES.values())
     assert all(device.flops / device.bandwidth > 10 for device in DEVICES.values())
+
+
+def test_the_page_has_the_table_of_the_code():
+    page = (Path(__file__).parents[2] / "docs/plan.md").read_text()
+    rows = dict(re.findall(r"^\| ([a-z0-9-]+) \| ([\d.]+ \| [\d.]+ \| [\d.]+) \|", page, re.MULTILINE))
+    found = {name: f"{d.flops / 1e12:g} | {d.memory / 1e9:g} | {d.bandwidth / 1e12:g}" for name, d in DEVICES.items()}
+    assert {name: " | ".join(f"{float(x):g}" for x in row.split(" | ")) for name, row in rows.items()} == found

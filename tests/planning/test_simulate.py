@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from rolecall.planning.picture import bar, svg
-from rolecall.planning.simulate import Fleet, generation, simulate
+from rolecall.planning.simulate import Fleet, Generation, _in_a_row, generation, simulate
 
 EVEN = Fleet(slots=4, token_seconds=0.1, mean=100.0, spread=0.0, longest=1000, train_seconds=7.0)
 
@@ -42,6 +42,15 @@ def test_tails_leave_slots_idle_and_more_steps_ahead_never_take_longer():
     seconds = [one.seconds for one in found]
     assert seconds[1] < seconds[0]
     assert all(later <= earlier * 1.1 for earlier, later in pairwise(seconds))
+
+
+def test_steps_side_by_side_share_the_slots_and_in_flight_nothing_waits():
+    """Four slots, four answers: one of 40 s and three of 10 s, 70 / 4 = 17.5 s of all slots; training takes 7."""
+    one = Generation(seconds=40.0, useful=70.0, lost=0.0)
+    found = [_in_a_row(EVEN, 1, [one] * 40, ahead) for ahead in (0, 1, 2, 3, None)]
+    assert [each.seconds for each in found] == pytest.approx([47.0, 40.0, 20.0, 17.5, 17.5], rel=0.05)
+    assert [each.mode for each in found] == ["in turn", "1 ahead", "2 ahead", "3 ahead", "in flight"]
+    assert found[-1].sampling == pytest.approx(1.0)
 
 
 def test_the_picture_shows_the_shares():

@@ -86,8 +86,24 @@ def wrong(q, k, v, at):
     return loop(q, k, v, at) + 1
 
 
+class WrongBackward(torch.autograd.Function):
+    """Keys get no gradient."""
+
+    @staticmethod
+    def forward(ctx, k):
+        return k.clone()
+
+    @staticmethod
+    def backward(ctx, up):
+        return torch.zeros_like(up)
+
+
+def wrong_backward(q, k, v, at):
+    return loop(q, WrongBackward.apply(k), v, at)
+
+
 def test_a_kernel_that_fails_or_differs_gives_way_to_the_next(monkeypatch, caplog):
-    tried = [("one that fails", broken), ("one that differs", wrong), ("a loop", loop)]
+    tried = [("one that fails", broken), ("one that differs", wrong), ("one without", wrong_backward), ("a loop", loop)]
     monkeypatch.setattr(reading, "ways", lambda device, dtype: iter(tried))
     model, (ids, needed) = llama(), sample()
     trunk = Trunk(model)
@@ -97,6 +113,8 @@ def test_a_kernel_that_fails_or_differs_gives_way_to_the_next(monkeypatch, caplo
     assert trunk._flat.varlen is loop
     assert "one that fails cannot be used here: FlashAttention only supports Ampere GPUs or newer." in caplog.text
     assert "with one that differs differs from the model's own" in caplog.text
+    assert "with one without differs from the model's own by" in caplog.text
+    assert "of its gradients (float32 allows 0.001): going on with another" in caplog.text
     own = model.get_decoder()(input_ids=ids).last_hidden_state[needed]
     torch.testing.assert_close(found, own, rtol=0, atol=1e-4)
 

@@ -94,7 +94,8 @@ def test_weights_that_are_broadcast_are_those_of_a_directory(two, loads):
 
 
 def test_grpo_on_two_servers_by_broadcast(two, tmp_path):
-    run = rolecall.rl(preset="grpo", out=str(tmp_path / "run"), engine={"servers": two, "sync": "broadcast"}, **RUN)
+    engine = {"servers": two, "sync": "broadcast", "worker_silence": 120}
+    run = rolecall.rl(preset="grpo", out=str(tmp_path / "run"), engine=engine, **RUN)
     assert all(line["sampling/probe_difference"] < 1e-5 for line in run.metrics)
     assert run.metrics[-1]["weights_moved"] > 0
 
@@ -115,8 +116,9 @@ def test_an_adapter_alone_gives_the_answers_of_merged_weights(two, loads, sync):
 
 
 def test_an_adapter_is_trained_and_its_reference_is_the_model_without(two, tmp_path, loads):
+    engine = {"servers": two[:1], "worker_silence": 120}
     lora = {"policy": {"lora_rank": 4}, "algorithm": {"kl_coef": 0.01}}
-    run = rolecall.rl(preset="grpo", out=str(tmp_path / "run"), engine={"servers": two[:1]}, **{**RUN, **lora})
+    run = rolecall.rl(preset="grpo", out=str(tmp_path / "run"), engine=engine, **{**RUN, **lora})
     assert all(line["sampling/probe_difference"] < 1e-5 for line in run.metrics)
     assert run.metrics[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert run.metrics[-1]["kl"] > 0

@@ -15,6 +15,14 @@ from rolecall.rewards.round import Round
 ANSWERS = [(ord("a"), STOP), (ord("a"), ord("b"), STOP), (ord("b"), ord("b"), STOP), (STOP,)]
 
 
+def closed_round(samples, **how):
+    """All samples at once."""
+    this = Round(**how)
+    this.add(dict(enumerate(samples)))
+    this.close()
+    return this
+
+
 def collected(scores, preset="grpo", **settings):
     """A rollout of two groups of four answers with these scores."""
     settings = {"prompts": 2, "samples": 4, "sampling.max_new_tokens": 4, "optim.lr": 1e-3, **settings}
@@ -66,7 +74,7 @@ def test_scores_that_float32_holds_give_the_bits_of_float32():
 
 def test_a_reward_beyond_the_range_has_failed_and_is_named():
     samples = [Sample(prompt="p", completion="c", sample_index=i) for i in range(2)]
-    this = Round(samples, styles=["sample"], workers=1, state={})
+    this = closed_round(samples, styles=["sample"], workers=1, state={})
     this._record(0, 0, 1e39)
     this._record(0, 1, -1e37)
     assert this.failures[0] == {0: "it returned 1e+39, which is beyond ±1e+38: scale it down"}
@@ -77,7 +85,7 @@ def test_so_has_a_weighted_sum():
     pool = RewardPool.__new__(RewardPool)
     pool.names, pool.weights = ("left", "right"), (10.0, 1.0)
     samples = [Sample(prompt="p", completion="c", sample_index=3)]
-    this = Round(samples, styles=["sample", "sample"], workers=1, state={})
+    this = closed_round(samples, styles=["sample", "sample"], workers=1, state={})
     this._record(0, 0, 5e37)
     this._record(1, 0, 1.0)
     scored = pool._scored(this, 0, samples[0])

@@ -73,6 +73,15 @@ def test_a_launcher_that_says_what_cannot_be_is_refused(tmp_path, capfd, variabl
     assert sentence(capfd.readouterr().err).startswith(says)
 
 
+def test_more_processes_than_prompts_of_a_step_are_refused(tmp_path, capfd):
+    words = ["rl", "--rows", "addition", "--prompts", "1", "--steps", "1", "--train.shard", "fsdp2", "--out", "run"]
+    assert ended([forked(one, tmp_path, *words) for one in ranks(2)]) == [2, 2]
+    told = capfd.readouterr().err
+    assert told.count("prompts is 1, which 2 processes cannot share: give at least 2, or start fewer processes") == 2
+    assert "Traceback" not in told
+    assert not (tmp_path / "run").exists()
+
+
 def test_accelerate_launch_is_refused_with_the_line_to_use(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setattr(sys, "argv", ["/bin/rolecall", "sft", "--out", "my runs/1"])

@@ -44,6 +44,9 @@ def learner(**settings):
         ({"algorithm.old_logprobs": "behaviour", **BF16}, False),
         ({"algorithm.old_logprobs": "detach", **BF16}, False),
         ({"from_run": "runs/x", **BF16}, False),
+        ({"engine.servers": ("http://a",), "engine.name": "native"}, False),
+        ({"engine.servers": ("http://a",), "engine.name": "vllm"}, True),
+        ({"engine.servers": ("http://a",), "engine.name": "sglang"}, True),
     ],
 )
 def test_when_it_is_done(settings, weighed):

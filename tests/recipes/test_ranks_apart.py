@@ -3,6 +3,8 @@
 Ranks are numbers that collectors are given: no process is started.
 """
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from learners import STOP, Plain, options_of
@@ -10,7 +12,10 @@ from learners import STOP, Plain, options_of
 from rolecall.agents.episodes import Arena, EnvOnly, EpisodeEvaluator, Episodes
 from rolecall.agents.pool import LocalEnvs
 from rolecall.config.agents import AgentOptions
+from rolecall.config.merge import resolve
 from rolecall.config.parts import ChatOptions
+from rolecall.config.training import SFTOptions
+from rolecall.jobs import evaluators
 from rolecall.policy.load import load
 from rolecall.recipes.collect import Answers
 from rolecall.rollout.native import NativeEngine
@@ -134,6 +139,15 @@ def test_all_numbers_of_an_evaluation_of_episodes_and_the_scores_of_their_record
     (collector,) = collectors(Episodes, policy, silent(), ROWS, ranks=1)
     found = collector.collect(0)
     assert [dict(t.scores) for t in found.trajectories] == [{"env": 1.0}] * 2 * PROMPTS
+
+
+def test_held_out_episodes_of_a_job_that_does_not_play_are_shared_out_too(policy, monkeypatch):
+    how = resolve(SFTOptions, [("test", {"rows": "guessing", "eval": {"every": 1, "rows": 4}})]).options
+    given, ranks = {}, Ranks(number=1, count=2)
+    monkeypatch.setattr(evaluators, "EpisodeEvaluator", lambda arena, **parts: given.update(parts))
+    with ExitStack() as stack:
+        assert evaluators.task_evaluator(how, policy, "guessing", stack, ranks) is not None
+    assert given["ranks"] is ranks
 
 
 def test_the_time_of_episodes_is_counted_as_that_of_answers(policy):

@@ -1,11 +1,13 @@
-"""In float64, and in fp32 to its rounding, several processes train what one does: weights, tokens and metrics after 6 steps."""
+"""In float64, and in fp32 to its rounding, several processes train what one does: gradients, weights, tokens and metrics of 6 steps."""
 
 import json
+import logging
+from functools import partial
 
 import pytest
 import torch
 from forked_ranks import nothing, processes
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from rolecall.experience.store import read_rollouts
@@ -24,6 +26,8 @@ CASES = {
 }
 WAYS = [(2, "ddp"), (2, "fsdp2")]
 MORE = [(4, "ddp"), (4, "fsdp2")]
+FP32 = {"ppo": [(2, "fsdp2")], "grpo": [(2, "ddp")], "sft": [(2, "fsdp2")]}
+"""By case, what of fp32 is quick enough for every day; the rest is slow."""
 
 
 def in_float64():
@@ -40,33 +44,66 @@ def in_float64():
     DTYPES["float32"], ScalarHead.__init__ = torch.float64, init
 
 
+def recording(run, before):
+    """Then, in every optimiser step, the gradient before it is clipped; the first and the last stay, on rank 0."""
+    from rolecall.policy.sharded import whole
+    from rolecall.train.step import Updater
+
+    before()
+    clip = Updater._clip
+
+    def record(self):
+        named = self.accelerator.unwrap_model(self.module).named_parameters()
+        held = {name: whole(p.grad).clone() for name, p in named if p.grad is not None}
+        if self.accelerator.is_main_process:
+            save_file(held, f"{run}-{'last' if self.moves else 'first'}.safetensors")
+        return clip(self)
+
+    Updater._clip = record
+
+
 def drawn(run, step):
     trajectories = read_rollouts(run / f"rollouts/step-{step:06d}.parquet").trajectories
     return {(t.group, t.episode): t.ids for t in trajectories}
+
+
+def apart(one, other):
+    found, weights = load_file(one), load_file(other)
+    assert found.keys() == weights.keys()
+    return max(float((found[name] - weights[name]).abs().max()) for name in weights)
 
 
 @pytest.mark.parametrize(
     ("case", "ways", "before", "band"),
     [
         *(pytest.param(case, WAYS, in_float64, 1e-12, id=f"{case}, float64") for case in CASES),
+        *(pytest.param(case, FP32[case], nothing, 1e-5, id=f"{case}, fp32") for case in CASES),
         *(pytest.param(c, MORE, in_float64, 1e-12, id=f"{c}, float64, 4", marks=pytest.mark.slow) for c in CASES),
-        *(pytest.param(c, WAYS + MORE, nothing, 1e-5, id=f"{c}, fp32", marks=pytest.mark.slow) for c in CASES),
+        *(pytest.param(c, WAYS + MORE, nothing, 1e-5, id=f"{c}, fp32, 2 and 4", marks=pytest.mark.slow) for c in CASES),
     ],
 )
 def test_six_steps_of_several_processes_are_those_of_one(tmp_path, case, ways, before, band):
     (tmp_path / "rewards.py").write_text(REWARD)
-    processes(1, tmp_path, *CASES[case], "--out", "alone", before=before)
+    processes(1, tmp_path, *CASES[case], "--out", "alone", before=partial(recording, "alone", before))
     alone = tmp_path / "alone"
     weights = load_file(alone / "model/model.safetensors")
     assert {w.dtype for w in weights.values()} == {torch.float64 if before is in_float64 else torch.float32}
     told = [json.loads(line) for line in (alone / "metrics.jsonl").read_text().splitlines()]
     for count, shard in ways:
         run = tmp_path / f"{shard}-{count}"
-        processes(count, tmp_path, *CASES[case], "--out", run.name, "--train.shard", shard, before=before)
-        found = load_file(run / "model/model.safetensors")
+        words = [*CASES[case], "--out", run.name, "--train.shard", shard]
+        processes(count, tmp_path, *words, before=partial(recording, run.name, before))
         assert AutoConfig.from_pretrained(run / "model").architectures == ["LlamaForCausalLM"]
-        assert found.keys() == weights.keys()
-        assert max(float((found[name] - weights[name]).abs().max()) for name in weights) <= band
+        found = {"weights": apart(run / "model/model.safetensors", alone / "model/model.safetensors")}
+        for when in ("first", "last"):
+            found[f"{when} gradient"] = apart(
+                *(tmp_path / f"{name}-{when}.safetensors" for name in (run.name, "alone"))
+            )
+        measured = ", ".join(f"{name} {value:.1e}" for name, value in found.items())
+        logging.getLogger("ranks").info(
+            "%s, %d x %s: %s", case, count, shard, measured
+        )  # --log-cli-level INFO shows it
+        assert max(found.values()) <= band
         also = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert [line.keys() for line in also] == [line.keys() for line in told]
         for mine, theirs in zip(also, told, strict=True):

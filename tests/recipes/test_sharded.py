@@ -1,10 +1,16 @@
 """`--train.shard fsdp2`: what lies in parts on several processes is what one process has whole, and so are its checkpoints."""
 
+import hashlib
+import itertools
 import json
+import logging
 import os
 import random
 import signal
+import threading
 import time
+from functools import partial, partialmethod
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +19,7 @@ from safetensors.torch import load_file
 
 from rolecall.cli import main
 from rolecall.policy.load import load
+from rolecall.policy.sharded import whole
 
 REWARD = """
 def letters(completions, **columns):
@@ -102,9 +109,13 @@ def test_in_mixed_precision_parts_train_as_the_whole_does_within_its_rounding(pl
 
 def test_in_one_process_the_only_part_is_the_whole_bit_for_bit_and_that_is_said(place, caplog):
     processes(1, place, *CASES["ppo"], "--out", "whole")
+    offload = ["--train.offload", "reference"]
     with caplog.at_level("INFO", logger="rolecall"):
-        assert main([*(word for word in CASES["ppo"] if word != "--quiet"), "--out", "part", *SHARDED]) == 0
+        assert main([*(word for word in CASES["ppo"] if word != "--quiet"), "--out", "part", *SHARDED, *offload]) == 0
     assert "fsdp2 with one process: its only part is the whole model" in caplog.messages
+    assert (
+        "train.offload moves to the host's memory what lies on an accelerator: on the CPU all does" in caplog.messages
+    )
     assert (place / "whole/model/model.safetensors").read_bytes() == (
         place / "part/model/model.safetensors"
     ).read_bytes()
@@ -123,15 +134,39 @@ def files_of(run, step):
 LONG = [*CASES["ppo"], "--algorithm.reference_every", "2", "--save.every", "1"]
 
 
+def telling():
+    """Rank 0 says which tensors, put together again, its processes saved last and which they began with."""
+    from rolecall.train.parts import Parts
+
+    def told(real, name, self, *given):
+        real(self, *given)
+        found = {name: hash_of(whole(tensor)) for name, tensor in self._tensors().items()}
+        if self.ranks.number == 0:
+            Path(f"{name}-{self.ranks.count}.json").write_text(json.dumps(found))
+
+    Parts._save = partialmethod(partial(told, Parts._save, "save"))
+    Parts.read = partialmethod(partial(told, Parts.read, "read"))
+
+
+def hash_of(tensor):
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+
+
 def test_parts_of_one_number_of_processes_are_read_by_another(place):
     processes(1, place, *LONG, "--steps", "4", "--out", "whole")
-    processes(2, place, *LONG, "--out", "run", *SHARDED)
+    processes(2, place, *LONG, "--out", "run", *SHARDED, before=telling)
     saved = files_of(place / "run", 2)
     assert {name for name in saved if name.startswith("parts/")} == {
         f"parts/shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2)
     }
-    processes(1, place, "rl", "--resume", "--steps", "3", "--out", "run", "--quiet")
-    processes(4, place, "rl", "--resume", "--steps", "4", "--out", "run", "--quiet")
+    processes(1, place, "rl", "--resume", "--steps", "3", "--out", "run", "--quiet", before=telling)
+    processes(4, place, "rl", "--resume", "--steps", "4", "--out", "run", "--quiet", before=telling)
+    for before, after in ((2, 1), (1, 4)):
+        saved_by, read_by = (
+            json.loads((place / name).read_text()) for name in (f"save-{before}.json", f"read-{after}.json")
+        )
+        assert {name.partition(".")[0] for name in saved_by} == {"weights", "optimizer", "more"}
+        assert read_by == saved_by
     for name, tensor in model_of(place / "whole").items():
         torch.testing.assert_close(model_of(place / "run")[name], tensor, rtol=0, atol=1e-5)
     resumed = json.loads((place / "run/run.json").read_text())["resumed"]
@@ -139,34 +174,78 @@ def test_parts_of_one_number_of_processes_are_read_by_another(place):
     assert [["processes", 2, 1] in one["changed"] for one in resumed] == [True, False]
 
 
+def killed_in_save(number, delay):
+    """This rank ends so many seconds after its part of a checkpoint began to be written."""
+    from rolecall.train.parts import Parts
+
+    save, saves = Parts._save, itertools.count(1)
+
+    def dying(self, directory):
+        if next(saves) == number:
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return save(self, directory)
+
+    Parts._save = dying
+
+
 @pytest.mark.parametrize("tries", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_sharded_run_that_is_killed_at_any_moment_ends_in_the_same_bytes(place, tries):
-    rng = random.Random(tries)
+    """All ranks, at any moment and, every other time, while both write their parts."""
+    rng, torn = random.Random(tries), 0
     begun = time.monotonic()
     processes(2, place, *LONG, "--steps", "5", "--out", "whole", *SHARDED)
     took = time.monotonic() - begun
     for number in range(tries):
-        out = ["--out", f"killed-{number}"]
-        children = started(2, place, *LONG, "--steps", "5", *out, *SHARDED)
-        time.sleep(rng.uniform(0.3, 1.0) * took)
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-        assert set(ended(children)) <= {-9, 0}
-        if not (place / out[1] / "config.json").is_file():  # killed before it was a run
+        run, words = place / f"killed-{number}", [*LONG, "--steps", "5", "--out", f"killed-{number}", *SHARDED]
+        if number % 2:
+            children = started(2, place, *words, before=partial(killed_in_save, rng.randint(1, 5), rng.uniform(0, 0.1)))
+        else:
+            children = started(2, place, *words)
+            time.sleep(rng.uniform(0.3, 1.0) * took)
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+        assert set(ended(children)) <= {-9, 0, 75}, "75: it noticed that the other was gone"
+        torn += any(run.glob("checkpoints/*.tmp-*"))
+        if not (run / "config.json").is_file():  # killed before it was a run
             continue
-        processes(2, place, "rl", "--resume", "--quiet", *out)
-        run = place / out[1]
+        processes(2, place, "rl", "--resume", "--quiet", "--out", run.name)
         assert files_of(run, 5) == files_of(place / "whole", 5)
         assert model_of(run).keys() == model_of(place / "whole").keys()
         assert (run / "model/model.safetensors").read_bytes() == (place / "whole/model/model.safetensors").read_bytes()
         assert metrics_of(run) == metrics_of(place / "whole")
+    logging.getLogger("ranks").info("%d of %d kills left an unfinished checkpoint", torn, tries)
+    assert torn or tries < 10, "no kill came while a checkpoint was being written"
+
+
+def test_what_is_kept_in_the_hosts_memory_trains_to_the_same_bytes(place):
+    """On the CPU nothing moves, but what torch does to off-load is what runs."""
+    words = ["rl", "--preset", "grpo", *SHORT, "--prompts", "2", "--algorithm.kl_coef", "0.05", *SHARDED]
+    processes(2, place, *words, "--out", "without")
+    processes(2, place, *words, "--out", "with", "--train.offload", "reference,optimizer", before=offloading)
+    assert files_of(place / "with", 2) == files_of(place / "without", 2)
+    assert model_of(place / "with").keys() == model_of(place / "without").keys()
+    assert metrics_of(place / "with") == metrics_of(place / "without")
+
+
+def offloading():
+    """Policy and reference are both sharded with torch's policy for that."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    from rolecall.policy import sharding
+
+    real = sharding.fully_shard
+
+    def watch(module, **how):
+        assert isinstance(how["offload_policy"], CPUOffloadPolicy)
+        return real(module, **how)
+
+    sharding.fully_shard = watch
 
 
 @pytest.mark.parametrize(
     ("count", "given", "says"),
     [
         (2, ["--train.shard", "none"], "train.shard none is for one process, and there are 2: give ddp or fsdp2"),
-        (1, [*SHARDED, "--train.offload", "reference"], "leave it out on the CPU"),
         (1, ["--train.offload", "reference"], "train.offload is for parts of a sharded model: give train.shard fsdp2"),
         (1, [*SHARDED, "--policy.lora_rank", "4", "--policy.quantize", "int8"], "quantised weights cannot be sharded"),
     ],

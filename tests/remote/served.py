@@ -6,6 +6,7 @@ import threading
 
 import torch
 
+import rolecall
 from rolecall.config.parts import EngineOptions
 from rolecall.jobs.models import fingerprint, sampler
 from rolecall.policy.load import load
@@ -20,7 +21,7 @@ KEY = "a-key"
 def app_of(model="tiny", *, kind=App, about=None, **engine):
     """An app over an engine of its own."""
     loaded = load(model) if isinstance(model, str) else model
-    said = {"version": "0", "engine": "native", "tokenizer": fingerprint(loaded)} | (about or {})
+    said = {"version": rolecall.__version__, "engine": "native", "tokenizer": fingerprint(loaded)} | (about or {})
     return kind(loaded, open_engine(loaded, name="native", **engine), about=said)
 
 

@@ -1,5 +1,7 @@
 """`rolecall eval` of a model behind OpenAI's API: the numbers are those of the model itself."""
 
+from pathlib import Path
+
 import pytest
 from served import KEY, app_of, serving
 
@@ -8,6 +10,7 @@ from rolecall.config.preflight import check_paths
 from rolecall.config.rl import RLOptions
 from rolecall.config.use import EvalOptions
 from rolecall.errors import UserError
+from rolecall.remote.plain import PlainServer, TextAnswer
 from rolecall.serving.app import App
 from rolecall.serving.http import HttpError
 
@@ -73,7 +76,29 @@ def test_addresses_that_do_not_answer_are_named(url, monkeypatch):
 
 
 def test_an_address_is_no_model_to_train():
-    with pytest.raises(UserError, match="only `rolecall eval` takes a model behind one"):
+    with pytest.raises(UserError, match="only `rolecall eval` and `generate` take a model behind one"):
         check_paths(RLOptions(model="http://127.0.0.1:9/v1"))
     with pytest.raises(ValueError, match="served_model is one of an API"):
         EvalOptions(model="tiny", served_model="x")
+
+
+def test_lessons_are_distilled_by_a_model_at_an_address(url, tmp_path, monkeypatch):
+    """The tiny model has nothing to say, so what it was asked is what is looked at, and another's answer is put there."""
+    answers, asked = PlainServer.answers, []
+
+    def spied(self, prompts, sampling, **how):
+        asked.extend(answers(self, prompts, sampling, **how))
+        return [[TextAnswer(text=f"lesson {'abcd'[i]}", tokens=2, truncated=False)] for i in range(len(prompts))]
+
+    monkeypatch.setattr(PlainServer, "answers", spied)
+    env = Path(__file__).parents[1] / "jobs" / "letters_env.py"
+    run = rolecall.rl(
+        env=f"{env}:Letters", steps=1, prompts=2, samples=4, sampling={"max_new_tokens": 4}, agent={"workers": 1},
+        lessons={"share": 0.5, "by": url, "max_tokens": 24}, out=str(tmp_path / "run"), quiet=True,
+    )  # fmt: skip
+    assert [len(texts) for texts in asked] == [1] * 4
+    assert run.metrics[0]["lessons/new"] == 4
+    with pytest.raises(UserError, match="has no model 'gpt', but tiny"):
+        rolecall.rl(
+            env="guessing", steps=1, lessons={"share": 0.5, "by": url, "served_model": "gpt"}, out=str(tmp_path / "x")
+        )

@@ -47,6 +47,8 @@ def test_an_adapter_is_trained_on_servers_as_without_them(url, tmp_path):
     there = rolecall.rl(out=str(tmp_path / "there"), engine={"servers": [url]}, **how)
     assert weights(here) == weights(there)
     assert there.metrics[-1]["kl"] == here.metrics[-1]["kl"] > 0
+    for run in (here, there):  # without being asked for
+        assert all(line["sampling/sampling_logp_difference/mean"] < 1e-4 for line in run.metrics)
 
 
 def test_servers_sample_ahead_of_training_as_the_engine_here_does(url, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from served import KEY, Options, app_of, serving
 
+import rolecall
 from rolecall.config.parts import EngineOptions
 from rolecall.config.use import ServeOptions
 from rolecall.errors import UserError
@@ -32,6 +33,21 @@ class Other(App):
         if request.path == "/version":
             return {"version": "1.0"}
         return await super().__call__(request)
+
+
+class Fixed(App):
+    """One that was built without the endpoint that takes weights."""
+
+    def __init__(self, *given, **how):
+        super().__init__(*given, **how)
+        del self._routes["POST", "/update_weights"]
+
+
+class Larger(App):
+    """A server of a model with more tokens."""
+
+    async def _version(self, request):
+        return await super()._version(request) | {"vocabulary": 512}
 
 
 def shortened(length):
@@ -73,6 +89,14 @@ def key(monkeypatch):
         (lambda: app_of(kind=Other), "no kind of server that is known here"),
         (lambda: app_of(kind=Without), "its /version does not say hash"),
         (renamed, "serves tiny with another tokenizer than the model that trains; serve the same model"),
+        (
+            lambda: app_of(kind=Larger),
+            "with a vocabulary of 512 tokens, but the model that trains has 259; serve the same",
+        ),
+        (
+            lambda: app_of(kind=Fixed),
+            "there is no /update_weights here; as it is, it can be evaluated .*, not trained with",
+        ),
         (lambda: app_of(shortened(12)), "with a context of 12 tokens, which has no room for a prompt"),
         (
             other_weights,
@@ -84,6 +108,12 @@ def test_a_server_that_does_not_fit_is_named(app, sentence):
     with serving(app()) as url, pytest.raises(UserError, match=sentence) as raised:
         sampler(load("tiny"), Options(url))
     assert url in str(raised.value)
+
+
+def test_another_version_is_warned_about_probed_and_used(caplog):
+    with serving(app_of(about={"version": "9.9"})) as url:
+        sampler(load("tiny"), Options(url)).close()
+    assert f"a server has rolecall 9.9, and this is {rolecall.__version__}: it is probed and used" in caplog.text
 
 
 def test_no_server_there(monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.config.parts import RewardProcessOptions
+from rolecall.config.rewards import RewardProcessOptions
 from rolecall.jobs.data import open_reward
 from rolecall.rewards import RewardError, RewardPool, Sample, Scored
 from rolecall.rewards.calling import inspect_function, text_of

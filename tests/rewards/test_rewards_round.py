@@ -14,6 +14,14 @@ VALUES = {"ok": 1.0, "none": None, "nan": float("nan")}
 BREAKS = {"raise": "exception", "crash": "crash", "hang": "deadline"}
 
 
+def closed_round(samples, **how):
+    """All samples at once."""
+    this = Round(**how)
+    this.add(dict(enumerate(samples)))
+    this.close()
+    return this
+
+
 def play(this, job, styles, behaviours):
     """What a worker would say of this job, told to the round."""
     if styles[job.function] == "batch":
@@ -39,7 +47,7 @@ def play(this, job, styles, behaviours):
 )
 def test_every_sample_gets_its_due_whatever_the_order_of_events(behaviours, styles, workers, seed):
     samples = [Sample(prompt="q", completion=text) for text in behaviours]
-    this = Round(samples, styles=styles, workers=workers, state={})
+    this = closed_round(samples, styles=styles, workers=workers, state={})
     rng, running, calls = Random(seed), [], 0
     while not this.finished:
         while this.queue and len(running) < workers:
@@ -62,7 +70,7 @@ def test_every_sample_gets_its_due_whatever_the_order_of_events(behaviours, styl
 def test_metrics_are_those_of_the_calls_that_count():
     behaviours = ["ok", "raise", "ok", "ok"]
     samples = [Sample(prompt="q", completion=text) for text in behaviours]
-    this = Round(samples, styles=["batch"], workers=1, state={})
+    this = closed_round(samples, styles=["batch"], workers=1, state={})
     while not this.finished:
         play(this, this.queue.popleft(), ["batch"], behaviours)
     assert list(this.metrics.values()) == [[("size", 3.0)]]
@@ -71,13 +79,13 @@ def test_metrics_are_those_of_the_calls_that_count():
 @pytest.mark.parametrize(("style", "sizes"), [("batch", [1000]), ("sample", [64] * 15 + [40])])
 def test_functions_of_one_answer_are_spread_and_those_of_all_are_not(style, sizes):
     samples = [Sample(prompt="q", completion="a")] * 1000
-    this = Round(samples, styles=[style], workers=2, state={})
+    this = closed_round(samples, styles=[style], workers=2, state={})
     assert [len(job.samples) for job in this.queue] == sizes
 
 
 def round_of(style, count, *, workers=1):
     samples = [Sample(prompt="q", completion=str(i), prompt_index=i) for i in range(count)]
-    return Round(samples, styles=[style], workers=workers, state={})
+    return closed_round(samples, styles=[style], workers=workers, state={})
 
 
 def test_answers_are_handed_out_in_four_parts_per_worker():
@@ -88,9 +96,9 @@ def test_answers_are_handed_out_in_four_parts_per_worker():
 
 def test_a_job_is_named_by_the_answer_it_is_at_or_by_how_many_there_are():
     one_by_one, together, alone = round_of("sample", 8), round_of("batch", 3), round_of("batch", 1)
-    assert one_by_one.current(one_by_one.queue[0]) == one_by_one._samples[0].place
+    assert one_by_one.current(one_by_one.queue[0]) == one_by_one.samples[0].place
     assert together.current(together.queue[0]) == "3 samples"
-    assert alone.current(alone.queue[0]) == alone._samples[0].place
+    assert alone.current(alone.queue[0]) == alone.samples[0].place
 
 
 def test_a_function_that_only_hangs_is_given_up():

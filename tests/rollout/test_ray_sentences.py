@@ -3,6 +3,7 @@
 import socket
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from rolecall.config.parts import EngineOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import load
 from rolecall.rollout import ray_pool
+from rolecall.workers import ray_cluster
 
 HOW = {"name": "native", "dtype": None, "max_rows": 256}
 OPTIONS = EngineOptions(workers=1, cluster="ray")
@@ -29,10 +31,67 @@ def test_a_cluster_that_is_not_there_is_named_at_once():
     with pytest.raises(
         UserError, match=f"no Ray cluster answers at RAY_ADDRESS {address} .Connection refused.: start one"
     ):
-        ray_pool._check_reachable(address)
+        ray_cluster._check_reachable(address)
     assert time.monotonic() - begun < 5
 
 
+def test_without_an_address_a_cluster_is_started_whatever_else_runs_here(monkeypatch):
+    asked = {}
+    fake = SimpleNamespace(is_initialized=lambda: False, init=lambda **how: asked.update(how))
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert ray_cluster.connected(cpus=3) == (fake, True)
+    assert (asked["address"], asked["num_cpus"]) == ("local", 3)
+
+
+def test_an_actor_that_ray_ended_for_memory_is_said_so():
+    kind = type("OutOfMemoryError", (Exception,), {})
+    assert ray_cluster.in_words(kind("many\nlines")) == "its machine ran out of memory, so Ray ended it"
+    assert ray_cluster.in_words(ValueError("first\nlast")) == "last"
+
+
+class Full(Exception):
+    """As Ray raises it."""
+
+
+@pytest.mark.parametrize(
+    ("put", "sentence"),
+    [
+        (
+            lambda content: (_ for _ in ()).throw(Full()),
+            "has no room for the model's 3 MB: start the cluster with a larger",
+        ),
+        (lambda content: time.sleep(60), "did not within 1 s take the model's 3 MB"),
+    ],
+)
+def test_a_full_or_slow_object_store_is_one_sentence_within_seconds(put, sentence):
+    pool = object.__new__(ray_pool.RayPool)
+    pool.options = EngineOptions(workers=1, cluster="ray", worker_silence=1.0)
+    pool._ray = SimpleNamespace(put=put, exceptions=SimpleNamespace(ObjectStoreFullError=Full, OutOfDiskError=Full))
+    begun = time.monotonic()
+    with pytest.raises(UserError, match=sentence) as raised:
+        pool._put({"model.safetensors": b"0" * 3_000_000})
+    assert raised.value.exit_code == 75
+    assert time.monotonic() - begun < 30
+
+
 def test_a_cluster_is_for_workers():
-    with pytest.raises(ValueError, match=r"engine\.cluster ray says where engine\.workers are: give their number too"):
+    with pytest.raises(
+        ValueError, match=r"engine\.cluster ray says where engine\.workers or .* are: give their number too"
+    ):
         EngineOptions(cluster="ray")
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"placed_servers": 2}, "give engine.cluster ray alone"),
+        ({"placed_servers": 2, "cluster": "ray", "workers": 1}, "give engine.cluster ray alone"),
+        ({"placed_servers": 2, "servers": ("http://a:1",)}, "placed_servers and engine.servers both say what samples"),
+        ({"server_gpus": 1.0}, "of engine.placed_servers: give their number too"),
+        ({"placed_servers": 1, "cluster": "ray", "server_cpus": -1}, "server_gpus are 0 or more, got 1, -1 and 0"),
+    ],
+)
+def test_placed_servers_are_by_ray_alone(given, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        EngineOptions(**given)

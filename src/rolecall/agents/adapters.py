@@ -8,7 +8,7 @@ from rolecall.agents.replies import BadReply
 from rolecall.heavy import import_heavy
 from rolecall.tasks.builtin import Task
 from rolecall.tasks.env import EnvError, Message, Said, Step
-from rolecall.tasks.tools import call_tools
+from rolecall.tasks.tools import awaited, call_tools
 
 
 class OneTurn:
@@ -26,16 +26,13 @@ class OneTurn:
 
 
 class ToolsEnv:
-    """Functions that the policy may call, as TRL's `tools`: the first message without a call ends the episode.
+    """Functions that the policy may call, as TRL's `tools`, async ones too: the first message without a call ends the episode.
 
     The row's prompt begins it. What it is worth is for reward functions to say, which see the whole conversation.
     """
 
     def __init__(self, tools: Mapping[str, Callable[..., Any]]) -> None:
         self._tools = dict(tools)
-        for name, tool in self._tools.items():
-            if inspect.iscoroutinefunction(tool):
-                raise EnvError(f"the tool `{name}` is async; make it an ordinary function")
 
     @property
     def tools(self) -> list[dict[str, Any]]:
@@ -60,19 +57,20 @@ class TRLEnv(ToolsEnv):
     """A class as TRL's `environment_factory` takes it, unchanged.
 
     It is made without arguments. `reset(**row)` may return a text, which is put after the last message of the row's
-    prompt. Every other public method is a tool. The first message without a call ends the episode; its reward is that
-    of `get_reward()`, or the attribute `reward`, if there is either.
+    prompt. Every other public method is a tool, beside those given. The first message without a call ends the episode; its
+    reward is that of `get_reward()`, or the attribute `reward`, if there is either. All methods may be async.
     """
 
-    def __init__(self, factory: Callable[[], Any]) -> None:
+    def __init__(self, factory: Callable[[], Any], tools: Mapping[str, Callable[..., Any]] | None = None) -> None:
         self._env = factory()
         if not hasattr(self._env, "reset"):
             raise EnvError(f"{type(self._env).__name__} has no `reset`, which an environment needs")
-        methods = inspect.getmembers(self._env, inspect.ismethod)
-        super().__init__({n: m for n, m in methods if not n.startswith("_") and n not in ("reset", "get_reward")})
+        names = [name for name, _ in inspect.getmembers(type(self._env), inspect.isroutine)]  # no property is asked for
+        public = [name for name in names if not name.startswith("_") and name not in ("reset", "get_reward")]
+        super().__init__({**(tools or {}), **{name: getattr(self._env, name) for name in public}})
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
-        told = self._env.reset(**row)
+        told = awaited(self._env.reset(**row))
         messages = [dict(message) for message in super().reset(row, seed)]
         if told is not None:
             if not isinstance(told, str):
@@ -83,7 +81,7 @@ class TRLEnv(ToolsEnv):
     def final_reward(self) -> float | None:
         """What the environment says the episode is worth."""
         if hasattr(self._env, "get_reward"):
-            return self._env.get_reward()
+            return awaited(self._env.get_reward())
         return getattr(self._env, "reward", None)
 
     def view(self) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from rolecall.agents.transcript import ApiMessage
 from rolecall.serving.dialect import STRICT
 from rolecall.serving.http import HttpError
 from rolecall.tasks.tools import ToolCall, split_calls
-from rolecall.types import Completion, Finish, Sampling
+from rolecall.types import Completion, Finish, Request, Sampling
 
 _Zero = Annotated[float, Field(ge=0, le=0)] | None
 _Tokens = Annotated[int, Field(ge=1, lt=2**31)] | None
@@ -192,17 +192,22 @@ class Answer:
         return _checked(self.message, "the answer")
 
 
+def answer_id(request: Request) -> str:
+    """The same answer to the same prompt has the same id, whenever it is given."""
+    name = f"{request.seed}/{request.prompt}/{request.first_sample}/{len(request.prompt_ids)}"
+    return sha256(name.encode()).hexdigest()[:24]
+
+
 def read_answer(
     text: str,
     completion: Completion,
     *,
     pieces: Sequence[str],
     tools: Sequence[Mapping[str, Any]],
-    prompt: Sequence[int],
+    request: Request,
 ) -> Answer:
     """What the policy said, with its tool calls taken out of the text if there are tools."""
-    # The same answer to the same prompt has the same id, whenever it is given.
-    name = sha256(f"{completion.seed}/{completion.prompt}/{completion.sample}/{len(prompt)}".encode()).hexdigest()[:24]
+    name = answer_id(request)
     message: dict[str, Any] = {"role": "assistant", "content": text}
     bad, finish = 0, "length" if completion.finish is Finish.LENGTH else "stop"
     if tools:
@@ -219,7 +224,7 @@ def read_answer(
         finish=finish,
         pieces=pieces,
         completion=completion,
-        prompt_tokens=len(prompt),
+        prompt_tokens=len(request.prompt_ids),
         bad_calls=bad,
     )
 
@@ -242,46 +247,80 @@ def whole(body: ChatBody | CompletionBody, answer: Answer) -> dict[str, Any]:
     said = {"message": answer.message} if chat else {"text": answer.message["content"]}
     choice = {"index": 0, **said, "logprobs": _logprobs(body, answer), "finish_reason": answer.finish}
     kind = "chat.completion" if chat else "text_completion"
-    return {**_head(body, answer, kind), "choices": [choice], "usage": _usage(answer)}
+    return {**_head(body, answer.id, kind), "choices": [choice], "usage": _usage(answer)}
 
 
-def parts(body: ChatBody | CompletionBody, answer: Answer) -> Iterator[str]:
-    """The answer as the lines of a stream."""
-    chat = isinstance(body, ChatBody)
-    head = _head(body, answer, "chat.completion.chunk" if chat else "text_completion")
+class Stream:
+    """An answer as the lines of a stream, while it is drawn: what can still change is held back.
 
-    def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
-        return json.dumps({**head, "choices": choices, **more})
+    That is the bytes of a character that is not complete, what may be the beginning of a text that ends the answer, and, if
+    there are tools, everything from where a call may begin.
+    """
 
-    def part(said: Mapping[str, Any], finish: str | None = None, logprobs: Any = None) -> str:
-        change = {"delta": said} if chat else {"text": said.get("content") or ""}
-        return chunk([{"index": 0, **change, "logprobs": logprobs, "finish_reason": finish}])
+    def __init__(
+        self, body: ChatBody | CompletionBody, id_: str, *, tokenizer: Any, marks: Sequence[str], stops: Sequence[str]
+    ):
+        """`marks` are the texts that a tool call begins with, `stops` those that end the answer."""
+        self._body, self._tokenizer, self._marks, self._stops = body, tokenizer, tuple(marks), tuple(stops)
+        self._chat = isinstance(body, ChatBody)
+        self._head = _head(body, id_, "chat.completion.chunk" if self._chat else "text_completion")
+        self._ids: list[int] = []
+        self._sent = ""
 
-    if chat:
-        yield part({"role": "assistant", "content": ""})
-    calls = answer.message.get("tool_calls")
-    logprobs = _logprobs(body, answer)
-    if calls is None:
-        text = answer.message["content"]
-        cut = answer.pieces[:-1] if answer.completion.finish is Finish.STOP else answer.pieces
-        same = (
-            "".join(cut) == text and not logprobs
-        )  # pieces of a character, or a text that was cut, go out as they are
-        for piece in cut if same else [text]:
-            yield part({"content": piece}, logprobs=logprobs)
-    else:
-        if answer.message["content"]:
-            yield part({"content": answer.message["content"]}, logprobs=logprobs)
-        yield part({"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
-    yield part({}, answer.finish)
-    if (body.stream_options or {}).get("include_usage"):
-        yield chunk([], usage=_usage(answer))
-    yield "[DONE]"
+    def begin(self) -> Iterator[str]:
+        """Before the first token."""
+        if self._chat:
+            yield self._part({"role": "assistant", "content": ""})
+
+    def add(self, token: int, logprob: float) -> Iterator[str]:
+        """A token was drawn."""
+        self._ids.append(token)
+        if getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
+            return  # the text before a token may change with it
+        text = self._certain(str(self._tokenizer.decode(self._ids, skip_special_tokens=True)))
+        if len(text) > len(self._sent) and not self._body.logprobs:
+            yield self._part({"content": text[len(self._sent) :]})
+            self._sent = text
+
+    def end(self, answer: Answer) -> Iterator[str]:
+        """The rest of a complete answer."""
+        body, content, logprobs = self._body, answer.message["content"] or "", _logprobs(self._body, answer)
+        rest = content.removeprefix(self._sent)
+        if rest or logprobs:
+            yield self._part({"content": rest}, logprobs=logprobs)
+        if calls := answer.message.get("tool_calls"):
+            yield self._part({"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
+        yield self._part({}, answer.finish)
+        if (body.stream_options or {}).get("include_usage"):
+            yield json.dumps({**self._head, "choices": [], "usage": _usage(answer)})
+        yield "[DONE]"
+
+    def _certain(self, text: str) -> str:
+        """As much of the text as will stay."""
+        text = text.rstrip("\ufffd")
+        for mark in (*self._stops, *self._marks):
+            found = text.find(mark)
+            ends = (n for n in range(min(len(mark), len(text)), 0, -1) if text.endswith(mark[:n]))
+            text = text[:found] if found >= 0 else text[: len(text) - next(ends, 0)]
+        if self._marks:  # around calls, white space is not part of the text
+            return "" if text[:1].isspace() else text.rstrip()
+        return text
+
+    def _part(self, said: Mapping[str, Any], finish: str | None = None, logprobs: Any = None) -> str:
+        change = {"delta": said} if self._chat else {"text": said.get("content") or ""}
+        choice = {"index": 0, **change, "logprobs": logprobs, "finish_reason": finish}
+        return json.dumps({**self._head, "choices": [choice]})
 
 
-def _head(body: ChatBody | CompletionBody, answer: Answer, kind: str) -> dict[str, Any]:
+def call_marks(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The texts that a call of one of these tools begins with."""
+    named = [f["function"]["name"] for f in tools if _only_argument(f["function"]) is not None]
+    return ["<tool_call>", *(f"<{name}>" for name in named)] if tools else []
+
+
+def _head(body: ChatBody | CompletionBody, id_: str, kind: str) -> dict[str, Any]:
     prefix = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
-    return {"id": f"{prefix}-{answer.id}", "object": kind, "created": int(time.time()), "model": body.model}
+    return {"id": f"{prefix}-{id_}", "object": kind, "created": int(time.time()), "model": body.model}
 
 
 def _usage(answer: Answer) -> dict[str, int]:

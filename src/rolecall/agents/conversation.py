@@ -11,11 +11,15 @@ Where the context is cut, or the template rewrites the past, a new sample begins
 is kept of the past is OBSERVATION, and the samples of an episode count as one sequence.
 """
 
+import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from itertools import pairwise, takewhile
 from typing import Any
 
+from rolecall.agents.context import noted, notes_in, summary_of
 from rolecall.maths.roles import Role
 from rolecall.policy.render import Rendered, continue_conversation, render
 from rolecall.tasks.env import Message
@@ -66,6 +70,8 @@ class TokenSample:
     supports: list[bytes] = field(default_factory=list)
     versions: list[tuple[int, int, int]] = field(default_factory=list)
     """(start, end, version) of what the policy wrote, run by run."""
+    plain: "TokenSample | None" = None
+    """The prompt without the lessons that the policy read in it; None if it read none."""
 
     def extend(self, ids: Sequence[int], roles: Sequence[int], authors: Sequence[Run]) -> None:
         """Append what the policy did not write. `authors` count from the first of the new tokens."""
@@ -94,7 +100,7 @@ class TokenSample:
 
     def copy(self) -> "TokenSample":
         """As it is now."""
-        return TokenSample(*(list(getattr(self, f.name)) for f in fields(self)))
+        return replace(self._until(len(self.ids)), turns=list(self.turns))
 
     def head(self, end: int) -> "TokenSample":
         """The first tokens, without turns: whoever goes on from them does not train them again."""
@@ -113,15 +119,28 @@ class TokenSample:
         """The same up to the policy's last token: what it never went on from is of no use."""
         return self._until(self.turns[-1][1])
 
+    def stripped(self) -> "TokenSample":
+        """As it trains: with the plain prompt before what the policy wrote and read after the prompt with lessons."""
+        if self.plain is None:
+            return self
+        cut, made = self.turns[0][0], self.plain.copy()
+        shift = len(made.ids) - cut
+        for name in ("ids", "roles", "logprobs", "supports"):
+            getattr(made, name).extend(getattr(self, name)[cut:])
+        made.turns = [(start + shift, end + shift) for start, end in self.turns]
+        made.versions = [(start + shift, end + shift, version) for start, end, version in self.versions]
+        made.authors += [(start + shift, end + shift, who) for start, end, who in self.authors if start >= cut]
+        return made
+
     def _until(self, end: int) -> "TokenSample":
-        return TokenSample(
-            self.ids[:end],
-            self.roles[:end],
-            self.logprobs[:end],
-            self.turns,
-            [run for run in self.authors if run[0] < end],
-            self.supports[:end],
-            [span for span in self.versions if span[0] < end],
+        return replace(
+            self,
+            ids=self.ids[:end],
+            roles=self.roles[:end],
+            logprobs=self.logprobs[:end],
+            authors=[run for run in self.authors if run[0] < end],
+            supports=self.supports[:end],
+            versions=[span for span in self.versions if span[0] < end],
         )
 
 
@@ -146,6 +165,10 @@ class Conversation:
         self.cuts = 0
         """How often a new sample was begun."""
         self._given: list[Message] = []
+        self._lessons: list[Message] = []
+        self._notes: list[str] = []
+        self._kept: list[Message] = []
+        """What stands for turns that were dropped: a summary, or notes."""
         self._context: list[Message] = []
         self._unread: list[Message] = []
         self._sample = TokenSample()
@@ -157,14 +180,34 @@ class Conversation:
         return [sample.ended() for sample in (*self._earlier, self._sample) if sample.turns]
 
     @property
+    def spoke(self) -> bool:
+        """Whether the policy has had a turn in the sample that it is in."""
+        return bool(self._sample.turns)
+
+    @property
     def policy_tokens(self) -> int:
         """How many tokens the policy has written."""
         return sum(end - start for sample in (*self._earlier, self._sample) for start, end in sample.turns)
+
+    @property
+    def state(self) -> int:
+        """What was heard since the policy last spoke, as a number: the same texts give the same one."""
+        heard = takewhile(lambda message: message["role"] != "assistant", reversed(self.messages))
+        text = json.dumps([(message["role"], message["content"]) for message in heard])
+        return int.from_bytes(sha256(text.encode()).digest()[:7])
 
     def give(self, messages: Sequence[Message]) -> None:
         """The task's own messages, before anything was said."""
         self._given = self._with_system(messages)
         self.messages += self._given
+
+    def remember(self, lessons: Sequence[Message]) -> None:
+        """What the policy reads after the task's messages and no training sample holds; nothing: forget it again. Before
+        the first turn."""
+        self._lessons = list(lessons)
+        if self._sample.ids:
+            self._sample = TokenSample()
+            self._begin(self._context)
 
     def hear(self, messages: Sequence[Message]) -> None:
         """What others said. The policy reads it when it speaks next."""
@@ -180,18 +223,23 @@ class Conversation:
         context = self._with_system(context)
         pairs = zip(self._given, context, strict=False)
         same = next((i for i, (a, b) in enumerate(pairs) if dict(a) != dict(b)), min(len(self._given), len(context)))
-        self._given, self._context, self._unread = context[:same], [], context[same:]
+        self._given, self._kept, self._context, self._unread = context[:same], [], [], context[same:]
+        if not self._given:  # nothing is left of what the lessons were about
+            self._lessons = []
 
     def prompt(self) -> tuple[int, ...]:
         """All that the policy reads before it speaks."""
         if not self._sample.ids:
             self._begin([*self._context, *self._unread])
-        elif self._unread or self._context[-1]["role"] == "assistant":
+        elif self._unread or (self._context and self._context[-1]["role"] == "assistant"):
             before = len(self._sample.ids)
-            history = [*self._given, *self._context]
+            history = [*self._given, *self._lessons, *self._kept, *self._context]
             found = self.dialect.go_on(self._sample.ids, self._sample.roles, self._unread, history)
             self._context += self._unread
-            if found.new_sample:
+            if found.new_sample and self._lessons:
+                self._close()
+                self._begin(self._context)
+            elif found.new_sample:
                 self._close()
                 self._sample.extend(found.ids, found.roles, _authors(found.roles, [], prompt=True))
             else:
@@ -214,6 +262,7 @@ class Conversation:
         made = Conversation(self.dialect)
         made.messages, made.cuts = list(self.messages), self.cuts
         made._given, made._context, made._unread = list(self._given), list(self._context), list(self._unread)
+        made._lessons, made._kept, made._notes = list(self._lessons), list(self._kept), list(self._notes)
         made._sample, made._earlier = self._sample.copy(), list(self._earlier)
         return made
 
@@ -234,24 +283,55 @@ class Conversation:
             made._sample.observe(place.tokens)
         return made
 
-    def shorten(self, *, limit: int, room: int) -> bool:
+    def shorten(self, *, limit: int, room: int, notes: bool = False) -> bool:
         """Drop the oldest turns so that `room` tokens fit within `limit`; False if even the last message does not.
 
-        Half of what the dropped and kept turns may take is left free, so that not every turn has to be cut again.
+        Half of what the dropped and kept turns may take is left free, so that not every turn has to be cut again. With
+        `notes`, those in the dropped turns stay.
         """
         body = self._context
         starts = [i for i, message in enumerate(body) if message["role"] == "assistant"]
         kept = [body[i:] for i in starts[1:]] + [body[starts[-1] + 1 :] if starts else body]
-        lengths = [len(self.dialect.prompt([*self._given, *tail], given=len(self._given)).ids) for tail in kept]
+        held = [self._notes + notes_in(body[: len(body) - len(tail)]) if notes else [] for tail in kept]
+        heads = [noted(of_tail) if notes else self._kept for of_tail in held]
+        lengths = [
+            len(self._rendered([*self._lessons, *head, *tail]).ids) for head, tail in zip(heads, kept, strict=True)
+        ]
         spare = limit - room
         if lengths[-1] > spare:
             return False
         half = (spare + lengths[-1]) // 2  # the last one is not longer
         chosen = next(i for i, length in enumerate(lengths) if length <= half)
         self._close()
-        self._context = []
+        self._notes, self._kept = held[chosen], heads[chosen]
         self._begin(kept[chosen])
         return True
+
+    def drop(self, pattern: re.Pattern[str]) -> bool:
+        """Leave out of the policy's earlier turns what fits a pattern; False if nothing does."""
+        own = [message["role"] == "assistant" and pattern.search(message["content"]) for message in self._context]
+        if not any(own):
+            return False
+        self._close()
+        self._context = [
+            {**message, "content": pattern.sub("", message["content"])} if found else message
+            for message, found in zip(self._context, own, strict=True)
+        ]
+        return True
+
+    def ask(self, question: Message) -> tuple[int, ...]:
+        """What the policy reads when it is asked something about the conversation, before what it has not read yet."""
+        unread, self._unread = self._unread, [question]
+        self.messages.append(question)
+        ids = self.prompt()
+        self._unread = unread
+        return ids
+
+    def go_on_from(self, completion: Completion) -> None:
+        """The answer, which takes the place of all turns before it."""
+        summary = self.say(completion)["content"]
+        self._close()
+        self._context, self._kept = [], summary_of(summary)
 
     def say(self, completion: Completion) -> Message:
         """Add the policy's turn; the message it is."""
@@ -268,9 +348,18 @@ class Conversation:
         return [{"role": "system", "content": text}, *messages]
 
     def _begin(self, heard: Sequence[Message]) -> None:
-        found = self.dialect.prompt([*self._given, *heard], given=len(self._given))
         self._context = list(heard)
-        self._sample.extend(found.ids, found.roles, _authors(found.roles, heard, prompt=True))
+        self._put(self._sample, [*self._lessons, *self._kept, *heard])
+        if self._lessons:
+            self._sample.plain = TokenSample()
+            self._put(self._sample.plain, [*self._kept, *heard])
+
+    def _put(self, sample: TokenSample, heard: Sequence[Message]) -> None:
+        found = self._rendered(heard)
+        sample.extend(found.ids, found.roles, _authors(found.roles, heard, prompt=True))
+
+    def _rendered(self, heard: Sequence[Message]) -> Rendered:
+        return self.dialect.prompt([*self._given, *heard], given=len(self._given))
 
     def _close(self) -> None:
         if self._sample.turns:

@@ -7,7 +7,11 @@ gym:FrozenLake-v1:is_slippery=false       Gymnasium's, with what `make` takes; g
 textworld:rooms=3,quest=2                 games that TextWorld makes, one for each seed
 tools:python,search=FOLDER                tools that come with the library
 mcp:python server.py · mcp:http://…       the tools of an MCP server
+openenv:http://127.0.0.1:8000             behind an OpenEnv server
+pettingzoo:classic/tictactoe-v3           PettingZoo's games of turns, with what `make` takes
 trl:envs.py:MyEnv                         TRL's `environment_factory` kind, where the class has a tool `step`
+
+Programs that play by themselves are not opened here: agent:… (`programs`) and verifiers:… (`verifiers_env`).
 """
 
 from collections.abc import Callable
@@ -18,6 +22,8 @@ from typing import Any
 from rolecall.agents.adapters import OneTurn, TRLEnv
 from rolecall.agents.gym_text import GymTextEnv
 from rolecall.agents.mcp_tools import MCPEnv, check_server
+from rolecall.agents.openenv_env import OpenEnv, check_openenv
+from rolecall.agents.pettingzoo_text import PettingZooText
 from rolecall.agents.textworld_env import TextWorldEnv, textworld_options
 from rolecall.agents.toolbox import Toolbox
 from rolecall.tasks.agent_tasks import AGENT_TASKS
@@ -43,6 +49,11 @@ def open_env(name: str) -> Factory:
         return partial(Toolbox, named)
     if kind == "mcp":
         return partial(MCPEnv, rest)
+    if kind == "openenv":
+        return partial(OpenEnv, rest)
+    if kind == "pettingzoo":
+        made, _, last = rest.partition(":")
+        return partial(PettingZooText, made, **task_options(name, last))
     if kind == "gym":
         made, _, last = rest.rpartition(":")
         if (
@@ -71,10 +82,12 @@ def check_name(name: str) -> None:
     kind, _, rest = name.partition(":")
     if is_task(name):
         find_task(name)
-    elif kind in ("gym", "textworld", "tools"):
+    elif kind in ("gym", "textworld", "tools", "pettingzoo"):
         open_env(name)()
     elif kind == "mcp":
         check_server(rest)
+    elif kind == "openenv":
+        check_openenv(rest)
     else:
         _parted(rest if kind == "trl" else name)
 

@@ -1,17 +1,19 @@
 """Experience from episodes of several turns, and how good a policy is at them."""
 
-import hashlib
-import logging
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from rolecall.agents.conversation import Dialect
-from rolecall.agents.play import Played, Player, Wanted
+from rolecall.agents.counted import Ended, ended_everywhere, measured, result_of
+from rolecall.agents.guided import Lessons
+from rolecall.agents.judging import Judge, with_turns
+from rolecall.agents.play import Player
+from rolecall.agents.played import Played, Recall, Side, Wanted, env_seed, report_failures
 from rolecall.agents.pool import Envs
 from rolecall.agents.programs import ProgramPlayer, Programs
 from rolecall.config.agents import AgentOptions
@@ -21,17 +23,13 @@ from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel
 from rolecall.recipes.collect import Collected, OfRows
 from rolecall.recipes.evaluate import EVALUATION_STEP, Evaluation, HeldOut, kl_to
+from rolecall.rewards.pool import RewardPool
 from rolecall.rewards.records import Reward, Sample, Scored
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
 from rolecall.train.ranks import Ranks
 from rolecall.train.timing import Timer
-from rolecall.types import Finish, Sampling, Trajectory
-
-_log = logging.getLogger("rolecall.agents")
-
-_NAMED_FAILURES = 5
-"""So many failures of a step are named one by one in the log; the rest are counted."""
+from rolecall.types import Finish, Sampling
 
 
 class EnvOnly:
@@ -46,50 +44,6 @@ class EnvOnly:
     def take_metrics(self) -> dict[str, float]:
         """Nothing to tell."""
         return {}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
-    """What one player of an episode did, and its score."""
-
-    player: str
-    episode: Played
-    trajectories: Sequence[Trajectory]
-    """Its samples, in order."""
-    scored: Scored
-
-    @property
-    def row(self) -> int:
-        """The row that was played, by the number of its prompt in the step."""
-        return self.episode.wanted.prompt
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Ended:
-    """What is counted of an episode, on whichever rank it was played."""
-
-    row: int
-    sample: int
-    finish: Finish | None
-    counts: Mapping[str, float]
-    sides: Mapping[str, "_Result"]
-    """Of each player who had a turn."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Result:
-    """What is counted of one side of an episode."""
-
-    total: float | None
-    """Its score."""
-    tokens: int
-    """That the policy wrote."""
-    samples: int
-    """Its trajectories."""
-    kl: Sequence[float] = ()
-    """Of each trajectory to the reference, where that is asked for."""
-    text: str = ""
-    """What was said, where it is shown."""
 
 
 class Arena:
@@ -136,38 +90,80 @@ class Arena:
         seed: int,
         step: int,
         groups: Mapping[int, int],
+        recall: Recall | None = None,
+        guided: int = 0,
     ) -> list[Played]:
         """Each row n times; rows and their groups are given by the number of the prompt in the step. A row's episodes share
-        the seed of their environment."""
+        the seed of their environment; the first `guided` of them read what `recall` finds."""
         wanted = [
-            Wanted(prompt=number, sample=k, row=row, seed=_env_seed(seed, step, groups[number]))
+            Wanted(
+                prompt=number,
+                sample=k,
+                row=row,
+                seed=env_seed(seed, step, groups[number]),
+                recall=recall if k < guided else None,
+            )
             for number, row in rows.items()
             for k in range(n)
         ]
         episodes = self.player.play(wanted, sampling, seed=seed, step=step)
-        _report_failures(episodes)
+        report_failures(episodes)
         return episodes
 
-    def score(self, episodes: Sequence[Played], *, state: Mapping[str, Any], groups: Mapping[int, int]) -> list[Side]:
-        """What each player who had a turn did, and its score. `state` is what rewards see as `trainer_state`."""
-        sides = [
-            (episode, player, trajectories)
-            for episode in episodes
-            for player, trajectories in episode.trajectories(group=groups[episode.wanted.prompt]).items()
-            if trajectories
-        ]
-        whole = [(episode, player) for episode, player, _ in sides if episode.finish is not Finish.ABORT]
-        by_functions = iter(self.reward.score([_sample(*side) for side in whole], state=state))
+    def play_and_score(
+        self,
+        rows: Mapping[int, Mapping[str, Any]],
+        sampling: Sampling,
+        *,
+        state: Mapping[str, Any],
+        n: int,
+        seed: int,
+        step: int,
+        groups: Mapping[int, int],
+        phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+        **lessons: Any,
+    ) -> tuple[list[Played], list[Side]]:
+        """Episodes (`play`, which takes `lessons`), and what each player who had a turn did, and its score. `state` is what rewards see as
+        `trainer_state`. Functions that take one answer are called as episodes end, those that take all when all are over."""
+        places = {(prompt, k): i * n + k for i, prompt in enumerate(rows) for k in range(n)}
+        with ExitStack() as stack:
+            scoring = stack.enter_context(self.reward.scoring(state)) if isinstance(self.reward, RewardPool) else None
+
+            def ended(episode: Played) -> None:
+                place = places[episode.wanted.prompt, episode.wanted.sample] * len(self.players)
+                if scoring is not None:
+                    scoring.add({place + self.players.index(p): _sample(e, p) for e, p in _whole([episode])})
+
+            self.player.ended, self.player.between = ended, _nothing if scoring is None else scoring.poll
+            with phase("generate"):
+                episodes = self.play(rows, sampling, n=n, seed=seed, step=step, groups=groups, **lessons)
+            with phase("reward"):
+                if scoring is not None:
+                    told = scoring.finish()
+                else:
+                    told = self.reward.score([_sample(*side) for side in _whole(episodes)], state=state)
+                return episodes, self._sides(episodes, told, groups)
+
+    def _sides(
+        self, episodes: Sequence[Played], by_functions: Sequence[Scored], groups: Mapping[int, int]
+    ) -> list[Side]:
+        """`by_functions` is what reward functions say of the sides of `_whole`, in order."""
+        told = dict(zip(((id(episode), player) for episode, player in _whole(episodes)), by_functions, strict=True))
         found = []
-        for episode, player, trajectories in sides:
-            if episode.finish is Finish.ABORT:
-                failure = f"the episode was broken off: {episode.failure}"
-                scores = {"env": None, **dict.fromkeys(self.reward.names)}
-                scored = Scored(scores=scores, total=None, failure=failure)
-            else:
-                scored = with_env(episode.rewards.get(player), next(by_functions))
-            named = [replace(t, scores=dict(scored.scores)) for t in trajectories]
-            found.append(Side(player=player, episode=episode, trajectories=named, scored=scored))
+        for episode in episodes:
+            for player, trajectories in episode.trajectories(group=groups[episode.wanted.prompt]).items():
+                if not trajectories:
+                    continue
+                if episode.finish is Finish.ABORT:
+                    failure = f"the episode was broken off: {episode.failure}"
+                    scores = {"env": None, **dict.fromkeys(self.reward.names)}
+                    scored = Scored(scores=scores, total=None, failure=failure)
+                else:
+                    scored = with_env(episode.rewards.get(player), told[id(episode), player])
+                if read := episode.lessons.get(player):
+                    scored = replace(scored, extras={**scored.extras, "lessons": list(read)})
+                named = [replace(t, scores=dict(scored.scores)) for t in trajectories]
+                found.append(Side(player=player, episode=episode, trajectories=named, scored=scored))
         return found
 
     def texts(self, side: Side) -> tuple[str, str]:
@@ -182,28 +178,45 @@ class Arena:
 class Episodes(OfRows):
     """The collector of episodes: prompts are taken from the rows in order, each is played `samples` times."""
 
-    def __init__(self, options: RLOptions, arena: Arena, *, rows: Rows, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        options: RLOptions,
+        arena: Arena,
+        *,
+        rows: Rows,
+        ranks: Ranks | None = None,
+        lessons: Lessons | None = None,
+        judge: Judge | None = None,
+    ) -> None:
+        """`judge` is asked about turns of which no reward function says something."""
         super().__init__(options, rows, ranks=ranks)
-        self.arena = arena
+        self.arena, self.lessons, self.judge = arena, lessons, judge
         self._metrics: dict[str, float] = {}
 
     def collect(self, step: int) -> Collected:
         """Play the next rows and score what came of it."""
         o = self.options
-        state, chosen, timer = self.state_at(step), self.take(), self.arena.timer
+        state, chosen = self.state_at(step), self.take()
         rows = {number: self.rows[i] for number, i in chosen.items()}
         groups = {number: step * o.prompts + number for number in chosen}
-        with timer.phase("generate"):
-            episodes = self.arena.play(rows, o.sampling, n=o.samples, seed=o.seed, step=step, groups=groups)
-        with timer.phase("reward"):
-            sides = self.arena.score(episodes, state=state, groups=groups)
+        how: dict[str, Any] = {"n": o.samples, "seed": o.seed, "step": step, "groups": groups}
+        if self.lessons is not None:
+            how |= {"recall": self.lessons.pool.recall, "guided": self.lessons.guided(o.samples)}
+        episodes, sides = self.arena.play_and_score(rows, o.sampling, state=state, phase=self.arena.timer.phase, **how)
+        if o.algorithm.credit != "episode":
+            sides = with_turns(sides, self.judge)
         if not sides:
             why = next((e.failure for e in episodes if e.failure), "no player had a turn")
             raise UserError(
                 f"all {len(episodes)} episodes of step {step + 1} were broken off before the first turn: {why}"
             )
-        ended = _ended(episodes, [(side, _result(side)) for side in sides], self.ranks)
-        self._metrics = _measured(ended, self.arena.players)
+        ended = ended_everywhere(episodes, [(side, result_of(side)) for side in sides], self.ranks)
+        self._metrics = measured(ended, self.arena.players)
+        lines: list[dict[str, Any]] = []
+        if self.lessons is not None:
+            with self.arena.timer.phase("lessons"):
+                lines, more = self.lessons.learn(step, sides)
+            self._metrics |= more
         texts = [self.arena.texts(side) for side in sides]
         flat = [(t, side, *text) for side, text in zip(sides, texts, strict=True) for t in side.trajectories]
         return Collected(
@@ -214,11 +227,23 @@ class Episodes(OfRows):
             rows=[chosen[side.row] for _, side, *_ in flat],
             seed=o.seed,
             messages=[side.episode.sides[side.player].messages for _, side, *_ in flat],
+            lessons=lines,
         )
 
     def take_metrics(self) -> dict[str, float]:
         """What is known of the last step's episodes beside their scores."""
         return self._metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the rows, and the lessons."""
+        lessons = {} if self.lessons is None else {"lessons": self.lessons.pool.state_dict()}
+        return super().state_dict() | lessons
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        super().load_state_dict(state)
+        if self.lessons is not None:
+            self.lessons.pool.load_state_dict(state.get("lessons"))
 
 
 class EpisodeEvaluator(HeldOut):
@@ -236,16 +261,16 @@ class EpisodeEvaluator(HeldOut):
         totals = [side.total if side is not None else None for side in own]
         known = [total for total in totals if total is not None]
         numbers = {"reward": sum(known) / len(known)} if known else {}
-        measured = _measured(episodes, self.arena.players)
+        counted = measured(episodes, self.arena.players)
         sides = [side for episode in episodes for side in episode.sides.values()]
         numbers |= {
             "accuracy": sum(t >= 1 for t in known) / len(totals),
             "mean_length": sum(side.tokens for side in sides) / max(1, len(sides)),
-            "mean_turns": measured["agents/turns"],
+            "mean_turns": counted["agents/turns"],
             "clipped_ratio": sum(e.finish is not None and e.finish.truncated for e in episodes) / len(episodes),
             "failed": sum(t is None for t in totals) / len(totals),
         }
-        numbers |= {n.removeprefix("agents/"): v for n, v in measured.items() if n.startswith("agents/reward/")}
+        numbers |= {n.removeprefix("agents/"): v for n, v in counted.items() if n.startswith("agents/reward/")}
         if self.samples > 1:
             numbers |= self._sampled()
         prompts = [row.get("prompt", "") for row in self.rows]
@@ -269,27 +294,32 @@ class EpisodeEvaluator(HeldOut):
             numbers["kl"] = float(torch.tensor([kl for side in sides for kl in side.kl]).sum()) / len(sides)
         return numbers
 
-    def _play(self, sampling: Sampling, n: int, *, sampled: bool = False) -> list[_Ended]:
+    def _play(self, sampling: Sampling, n: int, *, sampled: bool = False) -> list[Ended]:
         """Every row n times, in order. Each rank plays its share of the rows, and all get what is counted of all."""
         rows = {i: self.rows[i] for i in self.ranks.share(range(len(self.rows)))}
         groups = {number: number for number in rows}
-        episodes = self.arena.play(rows, sampling, n=n, seed=self.seed, step=EVALUATION_STEP, groups=groups)
-        sides = self.arena.score(episodes, state=self.state, groups=groups)
+        episodes, sides = self.arena.play_and_score(
+            rows, sampling, state=self.state, n=n, seed=self.seed, step=EVALUATION_STEP, groups=groups
+        )
         self.arena.reward.take_metrics()  # so that what evaluations log and count is not mistaken for training's
         if not sampled:
-            results = [_result(side, text=self.arena.texts(side)[1]) for side in sides]
+            results = [result_of(side, text=self.arena.texts(side)[1]) for side in sides]
         elif self.reference is None:
-            results = [_result(side) for side in sides]
+            results = [result_of(side) for side in sides]
         else:
             trajectories = [t for side in sides for t in side.trajectories]
             each = iter(kl_to(self.reference, trajectories, temperature=self.sampling.scoring_temperature).tolist())
-            results = [_result(side, kl=[next(each) for _ in side.trajectories]) for side in sides]
-        return _ended(episodes, list(zip(sides, results, strict=True)), self.ranks)
+            results = [result_of(side, kl=[next(each) for _ in side.trajectories]) for side in sides]
+        return ended_everywhere(episodes, list(zip(sides, results, strict=True)), self.ranks)
 
 
-def _env_seed(seed: int, step: int, group: int) -> int:
-    """The seed of the environments of one prompt: another step or prompt gives another."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{group}".encode()).digest()[:6])
+def _nothing() -> None:
+    """There is nothing to do between turns."""
+
+
+def _whole(episodes: Sequence[Played]) -> list[tuple[Played, str]]:
+    """Players who had a turn, of episodes that were not broken off."""
+    return [(e, p) for e in episodes if e.finish is not Finish.ABORT for p, side in e.sides.items() if side.samples]
 
 
 def _sample(episode: Played, player: str) -> Sample:
@@ -315,51 +345,3 @@ def with_env(own: float | None, by_functions: Scored) -> Scored:
         failure = "the environment gave no reward, and there is no reward function"
     total = None if failure is not None else sum(parts)
     return Scored(scores={"env": own, **by_functions.scores}, total=total, failure=failure, extras=by_functions.extras)
-
-
-def _result(side: Side, **more: Any) -> _Result:
-    tokens = side.episode.sides[side.player].policy_tokens
-    return _Result(total=side.scored.total, tokens=tokens, samples=len(side.trajectories), **more)
-
-
-def _ended(episodes: Sequence[Played], sides: Sequence[tuple[Side, _Result]], ranks: Ranks) -> list[_Ended]:
-    """What is counted of the episodes of all ranks, in the order of one process."""
-    of: dict[int, dict[str, _Result]] = {id(episode): {} for episode in episodes}
-    for side, result in sides:
-        of[id(side.episode)][side.player] = result
-    own = [
-        _Ended(
-            row=episode.wanted.prompt,
-            sample=episode.wanted.sample,
-            finish=episode.finish,
-            counts=dict(episode.counts),
-            sides=of[id(episode)],
-        )
-        for episode in episodes
-    ]
-    return sorted(ranks.gather(own), key=lambda episode: (episode.row, episode.sample))
-
-
-def _measured(episodes: Sequence[_Ended], players: Sequence[str]) -> dict[str, float]:
-    """Means over episodes of what was counted, how they ended, and each player's reward where there are several."""
-    names = sorted({"turns", *(name for episode in episodes for name in episode.counts)})
-    ends = Counter(str(episode.finish) for episode in episodes)
-    found = {f"agents/{name}": sum(e.counts.get(name, 0.0) for e in episodes) / len(episodes) for name in names}
-    found |= {f"agents/finish/{finish}": ends[finish] / len(episodes) for finish in Finish if ends[finish]}
-    found["agents/samples"] = sum(s.samples for e in episodes for s in e.sides.values()) / len(episodes)
-    if len(players) > 1:
-        for player in players:
-            totals = [e.sides[player].total for e in episodes if player in e.sides]
-            known = [total for total in totals if total is not None]
-            if known:
-                found[f"agents/reward/{player}"] = sum(known) / len(known)
-    return found
-
-
-def _report_failures(episodes: Sequence[Played]) -> None:
-    failed = [episode for episode in episodes if episode.failure is not None]
-    for episode in failed[:_NAMED_FAILURES]:
-        place = f"prompt {episode.wanted.prompt} sample {episode.wanted.sample}"
-        _log.warning("the episode of %s was broken off: %s", place, episode.failure)
-    if len(failed) > _NAMED_FAILURES:
-        _log.warning("%d more episodes were broken off", len(failed) - _NAMED_FAILURES)

@@ -6,10 +6,11 @@ address. It runs in a thread, and samples by the engine's service. An episode's 
 
 import asyncio
 import hmac
+import json
 import logging
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,11 +21,14 @@ from typing import Any
 from rolecall.agents.chat_api import (
     CHAT,
     COMPLETION,
+    Answer,
     ChatBody,
     CompletionBody,
+    Stream,
+    answer_id,
+    call_marks,
     checked_messages,
     checked_tools,
-    parts,
     read_answer,
     whole,
 )
@@ -60,6 +64,9 @@ class Session:
     since: float = field(default_factory=monotonic)
     """When the last answer was given."""
     tasks: "set[asyncio.Task[Any]]" = field(default_factory=set)
+    """Calls that are being answered."""
+    streams: "set[asyncio.Task[Answer]]" = field(default_factory=set)
+    """Those of them that are streamed: they are drawn to their end, however much of one is read."""
 
     def count(self, name: str, value: float = 1.0) -> None:
         """Add to a count."""
@@ -90,9 +97,14 @@ class Gateway:
         """Let these episodes in; earlier ones are forgotten."""
         self.sessions, self.service = sessions, service
 
-    def end(self, session: Session) -> None:
-        """Answer no more calls of an episode, and give up those that are being answered."""
-        self._do(self._end(session))
+    def end(self, session: Session, *, streams: bool = True) -> None:
+        """Answer no more calls of an episode, and give up those that are being answered; without `streams`, not those that
+        are streamed."""
+        self._do(self._end(session, streams=streams))
+
+    def settle(self, session: Session) -> None:
+        """Wait for the streams of an episode, which may have ended before them."""
+        self._do(_ended(session.streams))
 
     def close(self) -> None:
         """Stop listening."""
@@ -121,19 +133,19 @@ class Gateway:
     async def _stop(self) -> None:
         self._server.close()
         for session in self.sessions:
-            await self._end(session)
+            await self._end(session, streams=True)
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0)  # the connections are closed by then
 
-    async def _end(self, session: Session) -> None:
+    async def _end(self, session: Session, *, streams: bool) -> None:
         session.over = True
-        tasks = list(session.tasks)
+        tasks = session.tasks if streams else session.tasks - session.streams
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _ended(tasks)
 
     def _session(self, path: str) -> tuple[Session, str]:
         """The episode that a path is of, and the rest of the path."""
@@ -183,7 +195,74 @@ class Gateway:
         call = self._ask(session, body, tools)
         try:
             request = self._request(session, call, body)
-            completion = await self._sampled(request)
+        except Exception:
+            session.transcript.give_up(call)
+            raise
+        if body.stream:
+            return self._streamed(session, body, call, request, tools)
+        return whole(body, await self._answered(session, call, request, tools))
+
+    def _streamed(
+        self,
+        session: Session,
+        body: ChatBody | CompletionBody,
+        call: Call,
+        request: Request,
+        tools: list[dict[str, Any]],
+    ) -> Events:
+        """The answer as it is drawn, by a task of its own: what is drawn does not depend on how far the client reads."""
+        drawn: asyncio.Queue[tuple[int, float] | None] = asyncio.Queue()
+
+        def heard(token: int, logprob: float) -> None:  # on the engine's thread
+            self._loop.call_soon_threadsafe(drawn.put_nowait, (token, logprob))
+
+        def done(task: "asyncio.Task[Answer]") -> None:
+            session.tasks.discard(task)
+            session.streams.discard(task)
+            drawn.put_nowait(None)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                session.count("refused_calls")
+                session.refusal = str(error)
+
+        task = asyncio.create_task(self._answered(session, call, request, tools, heard))
+        session.tasks.add(task)
+        session.streams.add(task)
+        task.add_done_callback(done)
+        stream = Stream(
+            body,
+            answer_id(request),
+            tokenizer=session.dialect.tokenizer,
+            marks=call_marks(tools),
+            stops=request.sampling.stop_strings,
+        )
+
+        async def lines() -> AsyncIterator[str]:
+            for line in stream.begin():
+                yield line
+            while (token := await drawn.get()) is not None:
+                for line in stream.add(*token):
+                    yield line
+            try:
+                answer = task.result()
+            except (asyncio.CancelledError, Exception) as error:
+                yield json.dumps({"error": {"message": str(error) or "the answer was given up", "code": 503}})
+                return
+            for line in stream.end(answer):
+                yield line
+
+        return Events(data=lines(), sent=partial(_note_sent, session))
+
+    async def _answered(
+        self,
+        session: Session,
+        call: Call,
+        request: Request,
+        tools: list[dict[str, Any]],
+        heard: Callable[[int, float], None] | None = None,
+    ) -> Answer:
+        """Draw the answer to a call, and keep it."""
+        try:
+            completion = await self._sampled(request, heard)
         except (asyncio.CancelledError, Exception) as error:
             session.transcript.give_up(call)
             if isinstance(error, asyncio.CancelledError | CancelledError):
@@ -195,7 +274,7 @@ class Gateway:
             completion,
             pieces=[str(tokenizer.decode([i])) for i in completion.ids],
             tools=tools,
-            prompt=call.ids,
+            request=request,
         )
         session.transcript.answer(call, completion, answer.api)
         session.since = monotonic()
@@ -206,9 +285,7 @@ class Gateway:
             session.count("cut_turns")
         if call.why is not None:
             session.count(call.why)
-        if not body.stream:
-            return whole(body, answer)
-        return Events(data=parts(body, answer), sent=partial(_note_sent, session))
+        return answer
 
     def _ask(self, session: Session, body: ChatBody | CompletionBody, tools: list[dict[str, Any]]) -> Call:
         """What the policy reads; nothing is drawn yet."""
@@ -239,22 +316,27 @@ class Gateway:
         if room < 1:
             session.count("too_long")
             raise HttpError(
-                400, f"the messages have {len(call.ids)} tokens and the context {self.limit}: shorten the conversation"
+                400,
+                f"the messages have {len(call.ids)} tokens and the maximum context length is {self.limit}: shorten the conversation",
             )
         stops = tuple(dict.fromkeys((*sampling.stop_strings, *body.stops)))
         if room != sampling.max_new_tokens or stops != sampling.stop_strings:
             sampling = replace(sampling, max_new_tokens=room, stop_strings=stops)
         return session.request(call.number, call.ids, sampling)
 
-    async def _sampled(self, request: Request) -> Completion:
+    async def _sampled(self, request: Request, heard: Callable[[int, float], None] | None) -> Completion:
         assert self.service is not None
         try:
-            (completion,) = await asyncio.wrap_future(self.service.submit([request]))
+            (completion,) = await asyncio.wrap_future(self.service.submit([request], heard=heard))
         except ServiceClosedError as error:
             raise HttpError(503, "no episodes are played now") from error
         if completion.finish in (Finish.ABORT, Finish.TIMEOUT):
             raise HttpError(503, "the answer was given up")
         return completion
+
+
+async def _ended(tasks: "set[asyncio.Task[Any]]") -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _without_stop(text: str, stops: tuple[str, ...], completion: Completion) -> str:

@@ -15,7 +15,7 @@ from rolecall.tasks.env import EnvError, Message, Said, Step, at_own_limit
 
 _ROOM = 560
 """Characters of the docstring that go into the prompt, by whole sections; a small model has little context."""
-_NUMBERS = 32
+NUMBERS = 32
 """The most numbers of a Box that are written out."""
 _COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 
@@ -37,9 +37,9 @@ class GymTextEnv:
         if not isinstance(action, spaces.Discrete | spaces.Text):
             raise EnvError(f"gym:{name} takes actions of {action}; only Discrete and Text ones can be written")
         self._ansi = self._env.render_mode == "ansi"
-        if isinstance(seen, spaces.Box) and not self._ansi and (len(seen.shape) > 1 or sum(seen.shape) > _NUMBERS):
+        if isinstance(seen, spaces.Box) and not self._ansi and (len(seen.shape) > 1 or sum(seen.shape) > NUMBERS):
             raise EnvError(
-                f"gym:{name} shows arrays of shape {list(seen.shape)}, which are not text (up to {_NUMBERS} numbers are "
+                f"gym:{name} shows arrays of shape {list(seen.shape)}, which are not text (up to {NUMBERS} numbers are "
                 "written out); wrap it in an environment of your own"
             )
         self._parts = sections(type(self._env.unwrapped).__doc__ or "")
@@ -55,12 +55,7 @@ class GymTextEnv:
         self._steps = 0
         observation, _ = self._env.reset(seed=seed % 2**31, options=row.get("options"))
         first, asked = self._text(observation), row.get("prompt")
-        if asked is None:
-            return f"{self.prompt(first)}\n\n{first}"
-        before = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
-        if before and before[-1]["role"] == "user":
-            return [*before[:-1], {**before[-1], "content": f"{before[-1]['content']}\n{first}"}]
-        return [*before, {"role": "user", "content": first}]
+        return f"{self.prompt(first)}\n\n{first}" if asked is None else after_prompt(asked, first)
 
     def step(self, message: Message) -> Step:
         action = self._action(message["content"])
@@ -111,10 +106,9 @@ class GymTextEnv:
         text = said.strip()
         if not self._discrete:
             return text if self._env.action_space.contains(text) else None
-        plain = text.strip(".\"'`* ")
-        if plain.isascii() and plain.isdigit() and len(plain) < 10:
-            return int(plain) if int(plain) in self._all_actions() else None
-        words, known = " ".join(_words(plain)), short_names(self._actions)
+        if (number := as_number(text)) is not None:
+            return number if number in self._all_actions() else None
+        words, known = " ".join(_words(text)), short_names(self._actions)
         found = [i for i, phrase in self._actions.items() if words in (" ".join(_words(phrase)), *known[i])]
         return found[0] if len(found) == 1 else None
 
@@ -125,7 +119,21 @@ class GymTextEnv:
             return observation
         if self._names:
             return ", ".join(f"{name} {x:.4g}" for name, x in zip(self._names, observation.tolist(), strict=True))
-        return repr(_rounded(observation))
+        return repr(plain_numbers(observation))
+
+
+def after_prompt(asked: Said, first: str) -> Said:
+    """A row's prompt, and after it the first observation."""
+    before = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+    if before and before[-1]["role"] == "user":
+        return [*before[:-1], {**before[-1], "content": f"{before[-1]['content']}\n{first}"}]
+    return [*before, {"role": "user", "content": first}]
+
+
+def as_number(said: str) -> int | None:
+    """The number that an answer consists of, perhaps in quotes or with a stop."""
+    plain = said.strip().strip(".\"'`* ")
+    return int(plain) if plain.isascii() and plain.isdigit() and len(plain) < 10 else None
 
 
 def sections(doc: str) -> dict[str, str]:
@@ -201,12 +209,12 @@ def _words(text: str) -> list[str]:
     return re.findall(r"[a-z0-9]+", text.lower().replace("'", ""))
 
 
-def _rounded(observation: Any) -> Any:
+def plain_numbers(observation: Any) -> Any:
     """Plain numbers, floats to four digits."""
     if isinstance(observation, tuple | list):
-        return type(observation)(_rounded(x) for x in observation)
+        return type(observation)(plain_numbers(x) for x in observation)
     if isinstance(observation, dict):
-        return {name: _rounded(x) for name, x in observation.items()}
+        return {name: plain_numbers(x) for name, x in observation.items()}
     if hasattr(observation, "tolist"):
-        return _rounded(observation.tolist())
+        return plain_numbers(observation.tolist())
     return float(f"{observation:.4g}") if isinstance(observation, float) else observation

@@ -7,104 +7,25 @@ depend on what else is in the batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
-from rolecall.agents.conversation import Conversation, Dialect, TokenSample
+from rolecall.agents.context import QUESTION, THOUGHT, context_of
+from rolecall.agents.conversation import Conversation, Dialect
+from rolecall.agents.played import Played, PlayedTurn, Wanted
 from rolecall.agents.pool import Envs, Failure
 from rolecall.agents.replies import Reply
 from rolecall.config.agents import AgentOptions
 from rolecall.policy.row_template import template_kwargs, tools_of
 from rolecall.rollout.engine import Engine
 from rolecall.rollout.stops import Ticket
-from rolecall.tasks.env import Message
-from rolecall.types import Completion, Finish, Request, Sampling, Trajectory
+from rolecall.types import Completion, Finish, Request, Sampling
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
-    """An episode to play."""
-
-    prompt: int
-    """Which prompt of the step it is."""
-    sample: int
-    """Which of the prompt's episodes."""
-    row: Mapping[str, Any]
-    """What its environment begins with."""
-    seed: int
-    """The seed of its environment; episodes of one prompt share it."""
-
-
-class Spoken(Protocol):
-    """What a player has read and said."""
-
-    @property
-    def samples(self) -> list[TokenSample]:
-        """What the policy read and wrote, in order."""
-        ...
-
-    @property
-    def messages(self) -> list[Message]:
-        """The whole of it."""
-        ...
-
-    @property
-    def policy_tokens(self) -> int:
-        """How many tokens the policy has written."""
-        ...
-
-
-@dataclass(slots=True)
-class Played:
-    """An episode, while it is played and afterwards."""
-
-    wanted: Wanted
-    sides: Mapping[str, Spoken]
-    """Each player's conversation."""
-    speaker: str
-    """Whose turn it is."""
-    rewards: dict[str, float] = field(default_factory=dict)
-    """What each player was given in all; none where the environment said nothing."""
-    counts: dict[str, float] = field(default_factory=dict)
-    """What the environment counted, and `turns` and `cut_turns`, those that ran into max_new_tokens."""
-    finish: Finish | None = None
-    """Why it ended; None while it is played."""
-    failure: str | None = None
-    """What went wrong, if it was broken off."""
-    view: Mapping[str, Any] = field(default_factory=dict)
-    """What reward functions see of the environment."""
-    version: int = 0
-    """The weights that played."""
-
-    def count(self, name: str, value: float = 1.0) -> None:
-        """Add to a count."""
-        self.counts[name] = self.counts.get(name, 0.0) + value
-
-    def trajectories(self, *, group: int) -> dict[str, list[Trajectory]]:
-        """Each player's samples, in order. All carry the episode's finish."""
-        assert self.finish is not None
-        return {
-            player: [
-                Trajectory(
-                    ids=tuple(sample.ids),
-                    roles=tuple(sample.roles),
-                    behaviour_logprobs=tuple(sample.logprobs),
-                    agent=player,
-                    episode=self.wanted.sample,
-                    group=group,
-                    turns=tuple(sample.turns),
-                    authors=tuple(sample.authors),
-                    finish=self.finish,
-                    policy_version=min((version for *_, version in sample.versions), default=self.version),
-                    versions=tuple(sample.versions) if len({v for *_, v in sample.versions}) > 1 else None,
-                    supports=tuple(sample.supports) if any(sample.supports) else None,
-                )
-                for sample in side.samples
-            ]
-            for player, side in self.sides.items()
-        }
+LESSONS = "Lessons from earlier attempts:"
+"""What lessons begin with in a prompt."""
 
 
 @dataclass(slots=True)
@@ -112,6 +33,10 @@ class _Episode(Played):
     """One that an environment answers."""
 
     sides: dict[str, Conversation]
+    context: str = "append"
+    """What becomes of conversations as they grow."""
+    summarising: bool = False
+    """The turn that was asked for is a summary."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +96,10 @@ class Player:
         self.limit = min(context_length, options.context_tokens or context_length)
         self.advance: Callable[[int, int, str], None] = lambda done, total, unit: None
         """Told how many episodes have ended."""
+        self.ended: Callable[[Played], None] = lambda episode: None
+        """Told of each episode as it ends."""
+        self.between: Callable[[], None] = lambda: None
+        """Called over and over while episodes are played."""
 
     @property
     def players(self) -> tuple[str, ...]:
@@ -189,10 +118,24 @@ class Player:
                 sides={player: Conversation(dialects[w.prompt]) for player in self.envs.players},
                 speaker=self.envs.players[0],
                 version=self.engine.version,
+                context=context_of(w.row, o),
             )
             for w in wanted
         ]
         flight, turns, ended = self.engine.open(), dict[Ticket, int](), 0
+
+        def go_on(i: int) -> int:
+            """Ask for the next turn; 1 if the episode has ended instead."""
+            episode = episodes[i]
+            if request := self._request(episode, drawn):
+                turns[flight.add(request)] = i
+            elif episode.finish is not None and episode.finish.truncated:
+                self.envs.send(i, "end", None)
+            else:
+                self.ended(episode)
+                return 1
+            return 0
+
         self.envs.begin()
         for i, w in enumerate(wanted):
             self.envs.send(i, "start", (w.row, w.seed))
@@ -202,20 +145,21 @@ class Player:
                 episode = episodes[i]
                 if episode.finish is not None:  # it was cut off, and this is the environment's last word
                     self._take(episode, reply)
+                    self.ended(episode)
                     ended += 1
                     continue
                 self._heard(episode, reply)
                 if episode.finish is None and self.clock() >= until:
                     episode.finish = Finish.TIMEOUT
-                if request := self._request(episode, drawn):
-                    turns[flight.add(request)] = i
-                elif episode.finish is not None and episode.finish.truncated:
-                    self.envs.send(i, "end", None)
-                else:
-                    ended += 1
+                ended += go_on(i)
+            self.between()
             for ticket, completion in flight.step():
                 i = turns.pop(ticket)
-                self.envs.send(i, "step", self._said(episodes[i], completion))
+                if episodes[i].summarising:
+                    self._summarised(episodes[i], completion)
+                    ended += go_on(i)
+                else:
+                    self.envs.send(i, "step", self._said(episodes[i], completion))
             if ended > before:
                 self.advance(ended, len(episodes), "episodes")
         return list(episodes)
@@ -225,13 +169,12 @@ class Player:
         if episode.finish is not None:
             return None
         side, o, sampling = episode.sides[episode.speaker], self.options, drawn.sampling
-        ids = side.prompt()
+        self._guide(episode, room=sampling.max_new_tokens)
         room = sampling.max_new_tokens
         if o.max_tokens is not None:
             room = min(room, o.max_tokens - side.policy_tokens)
-        if o.when_full == "cut" and len(ids) + room > self.limit and side.shorten(limit=self.limit, room=room):
-            ids = side.prompt()
-            episode.count("context_cuts")
+        ids = self._read(episode, room)
+        side = episode.sides[episode.speaker]
         room = min(room, self.limit - len(ids))
         if room < 1:
             episode.finish = Finish.LENGTH
@@ -242,11 +185,58 @@ class Player:
             sampling = replace(sampling, max_new_tokens=room)
         return drawn.request(wanted, number, ids, sampling, who=episode.speaker)
 
+    def _read(self, episode: _Episode, room: int) -> tuple[int, ...]:
+        """What the speaker reads before its next turn, in a context that has room for it, or before a summary."""
+        side, how = episode.sides[episode.speaker], episode.context
+        if how == "thoughts" and side.drop(THOUGHT):
+            episode.count("context_cuts")
+        before = side.copy() if how == "summary" and side.spoke else None
+        ids = side.prompt()
+        full = len(ids) + room > self.limit
+        if how in ("window", "memory") and full and side.shorten(limit=self.limit, room=room, notes=how == "memory"):
+            ids = side.prompt()
+            episode.count("context_cuts")
+        elif before is not None and len(ids) + 2 * room + self._question > self.limit:
+            # After this turn the question might have no room: it is asked now, before what was just heard.
+            episode.sides[episode.speaker], episode.summarising = before, True
+            ids = before.ask(QUESTION)
+        return ids
+
+    @cached_property
+    def _question(self) -> int:
+        """Tokens that asking for a summary takes."""
+        return len(self.dialect.prompt([QUESTION], given=1).ids)
+
+    def _summarised(self, episode: _Episode, completion: Completion) -> None:
+        side = episode.sides[episode.speaker]
+        episode.turns.setdefault(episode.speaker, []).append(PlayedTurn(state=side.state, summary=True))
+        side.go_on_from(completion)
+        episode.summarising = False
+        episode.count("summaries")
+        episode.count("context_cuts")
+
+    def _guide(self, episode: _Episode, *, room: int) -> None:
+        """Before a player's first turn: let it read lessons, if they and an answer have room in the context."""
+        recall, side = episode.wanted.recall, episode.sides[episode.speaker]
+        if recall is None or episode.speaker in episode.lessons:
+            return
+        found = recall("\n".join(message["content"] for message in side.messages))
+        if found:
+            text = "\n".join([LESSONS, *(f"- {lesson.text}" for lesson in found)])
+            side.remember([{"role": "user", "content": text, "author": "memory"}])
+            if len(side.prompt()) + room > self.limit:
+                side.remember([])
+                found = ()
+                episode.count("lessons_too_long")
+        episode.lessons[episode.speaker] = tuple(lesson.id for lesson in found)
+
     def _said(self, episode: _Episode, completion: Completion) -> Any:
         episode.count("turns")
         if completion.finish is Finish.LENGTH:
             episode.count("cut_turns")
-        return episode.sides[episode.speaker].say(completion)
+        side = episode.sides[episode.speaker]
+        episode.turns.setdefault(episode.speaker, []).append(PlayedTurn(state=side.state))
+        return side.say(completion)
 
     def _heard(self, episode: _Episode, answer: Reply | Failure) -> None:
         """Take in what the environment said, and end the episode if it or a limit does."""
@@ -256,7 +246,7 @@ class Player:
         if reply.context is not None:
             episode.sides[reply.speaker].restart(reply.context)
             episode.count("context_cuts")
-        for player, messages in reply.messages.items():
+        for player, messages in (*reply.opening.items(), *reply.messages.items()):
             episode.sides[player].hear(messages)
         if reply.done:
             episode.finish = Finish.MAX_TURNS if reply.truncated else Finish.ENVIRONMENT
@@ -275,6 +265,8 @@ class Player:
             return None
         for player, reward in reply.rewards.items():
             episode.rewards[player] = episode.rewards.get(player, 0.0) + reward
+            if player in episode.turns:
+                episode.turns[player][-1].reward += reward
         for name, value in reply.counts.items():
             episode.count(name, value)
         episode.view = reply.view

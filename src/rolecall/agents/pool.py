@@ -13,10 +13,14 @@ from typing import Any, Protocol
 from rolecall.agents.replies import BadReply, Reply
 from rolecall.agents.worker import Call, call_env, describe
 from rolecall.tasks.env import EnvError
+from rolecall.workers.hosts import Host
 from rolecall.workers.load import pickle_callable
 from rolecall.workers.pool import Broken, WorkerPool
 from rolecall.workers.process import Worker
 from rolecall.workers.walls import Walls
+
+_WAIT_S = 0.2
+"""How long to wait for answers before whoever asks has a look at other things."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +56,7 @@ class Envs(Protocol):
         ...
 
     def receive(self, *, wait: bool) -> list[tuple[int, Reply | Failure]]:
-        """The answers that have come since the last time, and whose they are. With `wait`, at least one, if any is due."""
+        """The answers that have come since the last time, and whose they are. With `wait`, after waiting a moment for one."""
         ...
 
     def ask(self, call: Call, given: Mapping[int, Any]) -> dict[int, Reply | Failure]:
@@ -137,6 +141,7 @@ class EnvPool(WorkerPool, Envs):
         memory_mb: int | None = 2048,
         network: bool = False,
         variables: Sequence[str] = (),
+        hosts: Sequence[Host] = (),
     ) -> None:
         """`source` is a name, as `environments` knows them, or a class or function that makes environments."""
         name = source if isinstance(source, str) else getattr(source, "__name__", type(source).__name__)
@@ -158,6 +163,7 @@ class EnvPool(WorkerPool, Envs):
                 variables=tuple(variables),
                 options=("agent.network", "agent.variables"),
             ),
+            hosts=hosts,
         )
         self._players, self._tools = tuple(self.ready["players"]), tuple(self.ready["tools"])
         self._episodes: dict[int, _History] = {}
@@ -187,12 +193,9 @@ class EnvPool(WorkerPool, Envs):
 
     def receive(self, *, wait: bool) -> list[tuple[int, Reply | Failure]]:
         try:
-            while True:
-                for place, queue in enumerate(self._queues):
-                    self._give(self.workers[place], queue, self._pack, self._heard)
-                self._hear(self._heard, 1.0 if wait and not self._answers else 0.0)
-                if self._answers or not wait or not (self._busy or any(self._queues)):
-                    break
+            for place, queue in enumerate(self._queues):
+                self._give(self.workers[place], queue, self._pack, self._heard)
+            self._hear(self._heard, _WAIT_S if wait and not self._answers else 0.0)
         except BaseException:  # after an error or Ctrl-C, nobody waits for what they do
             self.begin()
             raise

@@ -46,6 +46,10 @@ def open_worker(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Answer]:
         run = Command(source)
     elif isinstance(source, bytes):
         run = pickle.loads(source)
+    elif source.startswith("verifiers:"):
+        from rolecall.agents.verifiers_env import VerifiersProgram
+
+        run = VerifiersProgram(source)
     else:
         what = f"agent {name!r}"
         run = load_object(*split_name(source, what=what, error=ProgramError), what=what, error=ProgramError)

@@ -20,8 +20,11 @@ from typing import Any
 
 from rolecall.agents.conversation import Dialect
 from rolecall.agents.gateway import Gateway, Session
-from rolecall.agents.play import Drawn, Played, Wanted, dialect_of, drawn_for
+from rolecall.agents.play import Drawn, dialect_of, drawn_for
+from rolecall.agents.played import Played, Wanted
 from rolecall.agents.pool import Failure
+from rolecall.agents.verifiers_env import PREFIX as VERIFIERS
+from rolecall.agents.verifiers_env import check_verifiers
 from rolecall.config.agents import AgentOptions
 from rolecall.rollout.engine import Engine
 from rolecall.rollout.pinned import Pinned, Stopped
@@ -111,6 +114,7 @@ class Programs(WorkerPool):
         begun: Callable[[int], None],
         waited: Callable[[int], float],
         ended: Callable[[int, Returned | Failure], None],
+        between: Callable[[], None],
         late: Callable[[], bool],
     ) -> None:
         """Run a program for each episode until all have ended. `waited` says how long one has let pass without a call; when
@@ -137,6 +141,7 @@ class Programs(WorkerPool):
                     self._give(self.workers[place], queue, pack, heard)
                 self._hear(heard, 0.2)
                 self._end_overdue(waited, ended, late=late())
+                between()
         finally:
             for worker in self._busy:  # after an error or Ctrl-C, nobody waits for what they do
                 self._replace(worker)
@@ -185,6 +190,9 @@ def _packed(source: str | Program, name: str) -> str | bytes | list[str]:
     what = f"agent {name!r}"
     if not isinstance(source, str):
         return pickle_callable(source.function, what=what, advice="name it 'file.py:function'", error=EnvError)
+    if source.startswith(VERIFIERS):
+        check_verifiers(source)
+        return source
     if _FUNCTION.fullmatch(source):
         return ":".join(split_name(source, what=what, error=EnvError))
     try:
@@ -221,6 +229,10 @@ class ProgramPlayer:
         )
         self.advance: Callable[[int, int, str], None] = lambda done, total, unit: None
         """Told how many episodes have ended."""
+        self.ended: Callable[[Played], None] = lambda episode: None
+        """Told of each episode as it ends."""
+        self.between: Callable[[], None] = lambda: None
+        """Called over and over while episodes are played."""
 
     def play(self, wanted: Sequence[Wanted], sampling: Sampling, *, seed: int, step: int) -> list[Played]:
         """All of them to their ends, in the order given."""
@@ -228,13 +240,20 @@ class ProgramPlayer:
         until = inf if self.options.max_seconds is None else monotonic() + self.options.max_seconds
         sessions = [self._session(w, drawn) for w in wanted]
         found: dict[int, Returned | Failure] = {}
+        played: dict[int, Played] = {}
+
+        def over(at: int) -> None:
+            played[at] = _played(wanted[at], sessions[at], found[at], self.engine.version)
+            self.ended(played[at])
 
         def begun(at: int) -> None:
             sessions[at].since = monotonic()
 
         def ended(at: int, how: Returned | Failure) -> None:
-            self.gateway.end(sessions[at])
+            self.gateway.end(sessions[at], streams=isinstance(how, Failure))
             found[at] = how
+            if not sessions[at].streams:
+                over(at)
             self.advance(len(found), len(wanted), "episodes")
 
         service = Service(self.engine)
@@ -248,16 +267,19 @@ class ProgramPlayer:
                 begun=begun,
                 waited=lambda at: sessions[at].waited,
                 ended=ended,
+                between=self.between,
                 late=lambda: monotonic() >= until or self._stopped,
             )
+            for at in found.keys() - played.keys():
+                self.gateway.settle(sessions[at])
+                over(at)
         finally:
             for session in sessions:
                 self.gateway.end(session)
             service.close()
         if self._stopped:
             raise Stopped
-        version = self.engine.version
-        return [_played(w, sessions[i], found[i], version) for i, w in enumerate(wanted)]
+        return [played[at] for at in range(len(wanted))]
 
     @property
     def _stopped(self) -> bool:

@@ -21,6 +21,8 @@ class Reply:
     """Who speaks next."""
     messages: Mapping[str, Sequence[Message]] = field(default_factory=dict)
     """What each player reads."""
+    opening: Mapping[str, Sequence[Message]] = field(default_factory=dict)
+    """What each player was told by the task before these, where others spoke first."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """By player; none where nothing was said of it."""
     done: bool = False

@@ -4,7 +4,6 @@ They run where environments do, in a worker with walls: no network, limited memo
 episode is worth is for reward functions to say.
 """
 
-import math
 import os
 import re
 import resource
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.agents.adapters import ToolsEnv
+from rolecall.agents.bm25 import ranked, words_of
 from rolecall.tasks.env import EnvError
 
 _SECONDS = 10.0
@@ -28,7 +28,6 @@ _SHOWN = 2000
 _LARGEST = 2 << 20
 """Bytes of a file that is searched, or that a program writes."""
 _PASSAGE = 600
-_WORD = re.compile(r"\w+")
 
 
 class Toolbox(ToolsEnv):
@@ -113,7 +112,7 @@ def _limit_files() -> None:
 def _search_in(folder: str) -> Callable[[str], str]:
     def search(query: str) -> str:
         passages = _passages(folder)
-        found = _ranked(query, passages)[:3]
+        found = ranked(query, [words for _, _, words in passages])[:3]
         if not found:
             return "nothing was found"
         return "\n\n".join(f"[{passages[i][0]}] {passages[i][1]}" for i in found)
@@ -132,7 +131,7 @@ def _passages(folder: str) -> list[tuple[str, str, Counter[str]]]:
         if b"\0" in text:
             continue
         for passage in _cut(text.decode(errors="replace")):
-            found.append((str(path.relative_to(folder)), passage, Counter(_words(passage))))
+            found.append((str(path.relative_to(folder)), passage, Counter(words_of(passage))))
     return found
 
 
@@ -146,21 +145,3 @@ def _cut(text: str) -> list[str]:
                 passages.append("")
             passages[-1] = f"{passages[-1]}\n{piece}".strip()
     return [passage for passage in passages if passage]
-
-
-def _ranked(query: str, passages: list[tuple[str, str, Counter[str]]]) -> list[int]:
-    """The passages that hold a word of the query, best first: BM25 (Robertson and Zaragoza 2009), k1 = 1.2, b = 0.75."""
-    sizes = [sum(words.values()) for _, _, words in passages]
-    mean = sum(sizes) / max(1, len(sizes))
-    scores = [0.0] * len(passages)
-    for word in dict.fromkeys(_words(query)):
-        holding = [i for i, (_, _, words) in enumerate(passages) if word in words]
-        rarity = math.log(1 + (len(passages) - len(holding) + 0.5) / (len(holding) + 0.5))
-        for i in holding:
-            often = passages[i][2][word]
-            scores[i] += rarity * often * 2.2 / (often + 1.2 * (0.25 + 0.75 * sizes[i] / mean))
-    return sorted((i for i, score in enumerate(scores) if score > 0), key=lambda i: -scores[i])
-
-
-def _words(text: str) -> list[str]:
-    return _WORD.findall(text.lower())

@@ -136,8 +136,9 @@ def _command(word: str) -> Command:
     for command in COMMANDS:
         if command.name == word:
             return command
-    close = get_close_matches(word, [command.name for command in COMMANDS], n=1, cutoff=0.5)
     what = "option" if word.startswith("-") else "command"
+    names = [command.name for command in COMMANDS] if what == "command" else []
+    close = get_close_matches(word, names, n=1, cutoff=0.5)
     end = f": did you mean `rolecall {close[0]}`?" if close else "; `rolecall --help` lists the commands"
     raise UserError(f"unknown {what} {word!r}{end}")
 

@@ -51,6 +51,7 @@ COMMANDS = (
     _uses("generate", "answers from a model, whole or token by token", "use:GenerateOptions", "tokens:generate"),
     _uses("serve", "a model behind HTTP, tokens in and out", "use:ServeOptions", "printing:serve"),
     _uses("play", "episodes of several turns, as a conversation or token by token", "use:PlayOptions", "tokens:play"),
+    _uses("propose", "rows that a model makes for an environment", "use:ProposeOptions", "printing:propose"),
     _uses(
         "report",
         "a page to look at a run: curves, and answers token by token",

@@ -31,33 +31,36 @@ def run(options: PlanOptions) -> int:
         print(f"  {name:14} {values[0]:9.3g} ({values[1]:.3g} to {values[2]:.3g})")
     for ahead, hours in found.gpu_hours.items():
         values = [one.seconds(ahead) for one in (found.likely, found.best, found.worst)]
-        paid = "" if options.price is None else f", cost {hours[0] * options.price:,.0f}"
-        mode = f"async.ahead {ahead}" if ahead else "in turn"
+        paid = [f"{one * options.price:,.0f}" for one in hours] if options.price is not None else []
+        cost = f", cost {paid[0]} ({paid[1]} to {paid[2]})" if paid else ""
+        mode = "in flight" if ahead is None else f"async.ahead {ahead}" if ahead else "in turn"
         print(
             f"  {mode:14} {values[0]:9.3g} ({values[1]:.3g} to {values[2]:.3g}), {hours[0]:,.3g} GPU hours "
-            f"({hours[1]:,.3g} to {hours[2]:,.3g}){paid}"
+            f"({hours[1]:,.3g} to {hours[2]:,.3g}){cost}"
         )
-    print(f"\nsettings: {_settings(options, found.train, found.budget, bool(found.sample))}")
+    print(
+        f"\nsettings: {_settings(options, found.train, found.budget, found.likely.useful_ahead if found.sample else 0)}"
+    )
     print("From formulas and data sheets (docs/plan.md), never measured on a GPU.")
     if options.simulate:
         _show(options, list(simulated(options, found)))
     return 0
 
 
-def _settings(options: PlanOptions, train: int, budget: int | None, apart: bool) -> str:
+def _settings(options: PlanOptions, train: int, budget: int | None, ahead: int) -> str:
     words = [f"torchrun --nproc_per_node {train} -m rolecall" if train > 1 else "rolecall", "rl"]
     words += [f"--prompts {options.prompts} --samples {options.samples}", f"--optim.token_budget {budget}"]
     words += ["--policy.mixed_precision bf16", "--policy.gradient_checkpointing"]
     words += ["--train.shard fsdp2"] if train > 1 else []
     words += [f"--policy.lora_rank {options.lora_rank}"] if options.lora_rank else []
     words += [f"--algorithm.epochs {options.epochs}"] if options.epochs > 1 else []
-    return " ".join([*words, *(["--engine.servers URL,… --async.ahead 1"] if apart else [])])
+    return " ".join([*words, *([f"--engine.servers URL,… --async.ahead {ahead}"] if ahead else [])])
 
 
 def _show(options: PlanOptions, rows: list) -> None:
     print("\nsimulated: # answers grow, x lost to failures, . slots wait (for the longest answers or the trainer)")
     for row in rows:
-        name = f"{row.workers} workers, ahead {row.ahead}"
+        name = f"{row.workers} workers, {row.mode}"
         print(f"  {name:22} {row.seconds:8.3g} s  {bar(row.sampling, row.lost)}")
     if options.picture is not None:
         Path(options.picture).expanduser().write_text(svg(rows))

@@ -15,6 +15,7 @@ from rolecall.config.use import (
     DoctorOptions,
     EnvOptions,
     EvalOptions,
+    ProposeOptions,
     PushOptions,
     ReportOptions,
     RescoreOptions,
@@ -122,6 +123,19 @@ def push(options: PushOptions) -> None:
     size = sum(file.stat().st_size for file in made.folder.iterdir())
     print(f"folder: {made.folder} ({len(list(made.folder.iterdir())) - 1} files, {size / 1e6:,.1f} MB)")
     print(f"model: {made.url}" if made.url else "nothing was uploaded; leave out --dry-run to do it")
+
+
+def propose(options: ProposeOptions) -> None:
+    """How many rows were kept, and why the others were not."""
+    from rolecall.jobs.propose import run
+
+    made = run(options)
+    if options.json:
+        print(json.dumps(asdict(made) | {"path": str(made.path)}))
+        return
+    for why, count in made.dropped.items():
+        print(f"{count:6} dropped: {why}")
+    print(f"{made.made:6} new rows, beside {made.given} given ones: {made.path}")
 
 
 def conformance(options: ConformanceOptions) -> int:

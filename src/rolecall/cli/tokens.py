@@ -14,10 +14,11 @@ from rich.text import Text
 
 from rolecall.config.audit import AuditOptions
 from rolecall.config.use import GenerateOptions, PlayOptions
+from rolecall.errors import UserError
 from rolecall.files import plain
 from rolecall.jobs.audit import run as run_audit
 from rolecall.jobs.audit import write_page
-from rolecall.jobs.generate import Answer, Generated, Prompt
+from rolecall.jobs.generate import Answer, Generated, Prompt, ServedAnswer
 from rolecall.jobs.generate import run as run_generate
 from rolecall.jobs.play import Conversation
 from rolecall.jobs.play import run as run_play
@@ -42,6 +43,8 @@ def audit(options: AuditOptions) -> int:
     else:
         _show_findings(found, quiet=options.quiet)
     if page is not None:
+        if options.html is None:
+            page.parent.mkdir(exist_ok=True)
         write_page(found, page)
         if not options.quiet:
             print(f"page: {page}", file=sys.stderr)
@@ -54,10 +57,14 @@ def _page_path(options: AuditOptions) -> Path | None:
         return None
     if options.html is not None:
         return Path(options.html).expanduser()
-    number = 1
-    while Path(f"audit-{number}.html").exists():
+    number, runs = 1, Path("runs")
+    if runs.exists() and not runs.is_dir():
+        raise UserError(
+            "runs is a file, and the page goes into a directory of that name: give another place with --html"
+        )
+    while (runs / f"audit-{number}.html").exists():
         number += 1
-    return Path(f"audit-{number}.html")
+    return runs / f"audit-{number}.html"
 
 
 def _working(options: AuditOptions) -> AbstractContextManager[object]:
@@ -140,34 +147,35 @@ def generate(options: GenerateOptions) -> None:
     """Answers on stdout, a summary on stderr."""
     generated = run_generate(options)
     last_prompt = None
-    for answer in generated.answers:
+    for answer in generated.answers if options.out is None else ():
         if options.json:
             print(json.dumps(_answer_row(answer), ensure_ascii=False))
             continue
-        if answer.trajectory.group != last_prompt:
-            last_prompt = answer.trajectory.group
+        if answer.group != last_prompt:
+            last_prompt = answer.group
             print(f"> {visible_text(_prompt_text(answer.prompt))}")
-        print(
-            f"--- answer {answer.trajectory.episode}: {answer.finish}, {len(answer.ids)} tokens, log-prob "
-            f"{sum(answer.logprobs):.2f}"
+        tokens = (
+            f", {len(answer.ids)} tokens, log-prob {sum(answer.logprobs):.2f}" if isinstance(answer, Answer) else ""
         )
-        print("\n".join(_answer_tokens(answer)) if options.show == "tokens" else visible_text(answer.text))
+        print(f"--- answer {answer.sample}: {answer.finish}{tokens}")
+        shown = (
+            _answer_tokens(answer)
+            if isinstance(answer, Answer) and options.show == "tokens"
+            else [visible_text(answer.text)]
+        )
+        print("\n".join(shown))
+    if options.out is not None:
+        print(f"{generated.written} of {len(generated.answers)} answers are in {options.out}")
     sys.stdout.flush()
-    print(_summary(generated, options), file=sys.stderr)
+    print(_summary(generated), file=sys.stderr)
 
 
-def _answer_row(answer: Answer) -> dict[str, object]:
-    trajectory = answer.trajectory
-    return {
-        "prompt": answer.prompt,
-        "text": answer.text,
-        "finish": answer.finish,
-        "group": trajectory.group,
-        "sample": trajectory.episode,
-        "ids": trajectory.ids,
-        "roles": _roles(trajectory),
-        "logprobs": _logprobs(trajectory),
-    }
+def _answer_row(answer: Answer | ServedAnswer) -> dict[str, object]:
+    row: dict[str, object] = {name: getattr(answer, name) for name in ("prompt", "text", "finish", "group", "sample")}
+    if isinstance(answer, Answer):
+        t = answer.trajectory
+        row |= {"ids": t.ids, "roles": _roles(t), "logprobs": _logprobs(t)}
+    return row
 
 
 def _roles(trajectory: Trajectory) -> list[str]:
@@ -197,15 +205,13 @@ def _answer_tokens(answer: Answer) -> Iterator[str]:
         yield f"{position:6}  {role:7}  {_number(logprob)}  {token:6}  {visible_token(text)}"
 
 
-def _summary(generated: Generated, options: GenerateOptions) -> str:
+def _summary(generated: Generated) -> str:
     answers = generated.answers
-    tokens = sum(len(answer.ids) for answer in answers)
+    tokens = sum(len(answer.ids) for answer in answers if isinstance(answer, Answer))
     ends = ", ".join(f"{count} {finish}" for finish, count in Counter(str(a.finish) for a in answers).most_common())
-    speed = tokens / max(generated.seconds, 1e-9)
-    return (
-        f"{len(answers)} answer{'s' * (len(answers) != 1)} ({ends}), {tokens} tokens in {generated.seconds:.2f} s: "
-        f"{speed:.0f} tokens/s ({generated.engine} engine, {options.dtype})"
-    )
+    speed = f", {tokens} tokens in {generated.seconds:.2f} s: {tokens / max(generated.seconds, 1e-9):.0f} tokens/s"
+    said = f"{len(answers)} answer{'s' * (len(answers) != 1)} ({ends})" + (speed if tokens else "")
+    return f"{said} ({generated.engine})"
 
 
 def play(options: PlayOptions) -> None:

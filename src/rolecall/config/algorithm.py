@@ -21,6 +21,19 @@ class AlgorithmOptions:
     without a ratio. `auto`: reinforce for reinforce, else clip."""
     scale: Literal["group", "batch", "none"] = "group"
     """grpo: what centred scores are divided by."""
+    credit: Literal["episode", "turns", "adca", "gigpo"] = "episode"
+    """grpo: what is compared. episode: scores, the same for every token. Of episodes of several turns also turn by turn
+    (docs/credit.md). turns: what follows each turn. adca: judgements of turns beside the score. gigpo: turns that were taken in
+    the same state beside the score."""
+    credit_weight: float = 0.1
+    """adca: weight of the judgements (alpha). gigpo: weight of the comparison of turns; its paper has 1."""
+    credit_allocate: bool = False
+    """adca: spread success or failure over the turns by their judgements, and compare those shares."""
+    credit_judge: str | None = None
+    """adca: who judges the turns of which no reward function says something: `policy`, the policy itself, or the address of an
+    OpenAI-compatible API. Left out: what the environment gave for a turn is its judgement."""
+    turn_gamma: float = 1.0
+    """turns and gigpo: discount per turn."""
     baseline: Literal["mean", "ema", "prompt", "none"] = "mean"
     """reinforce: what is subtracted from the score."""
     aggregate: Literal[
@@ -105,6 +118,7 @@ class AlgorithmOptions:
         self._check_critic()
         self._check_loss()
         self._check_kl()
+        self._check_credit()
         if self.entropy_target is not None and not (
             self.entropy_rate > 0 and 0 <= self.entropy_coef <= self.entropy_max
         ):
@@ -150,6 +164,47 @@ class AlgorithmOptions:
             )
         if self.policy_loss != "clip" and self.dual_clip is not None:
             raise ValueError(f"dual_clip belongs to the loss clip, not to {self.policy_loss}: leave it out")
+
+    def _check_credit(self) -> None:
+        kind = self.credit
+        if not 0 < self.turn_gamma <= 1:
+            raise ValueError(f"turn_gamma is a discount, above 0 and at most 1, got {self.turn_gamma:g}")
+        unused = [
+            name
+            for name, default, users in (
+                ("credit_weight", 0.1, ("adca", "gigpo")),
+                ("credit_allocate", False, ("adca",)),
+                ("credit_judge", None, ("adca",)),
+                ("turn_gamma", 1.0, ("turns", "gigpo")),
+            )
+            if getattr(self, name) != default and kind not in users
+        ]
+        if unused:
+            raise ValueError(
+                f"algorithm.{unused[0]} has no effect with credit {kind}: leave it out, or choose another credit"
+            )
+        if kind == "episode":
+            return
+        if self.credit_judge not in (None, "policy") and not str(self.credit_judge).startswith(("http://", "https://")):
+            raise ValueError(
+                f"credit_judge is `policy` or an address such as http://127.0.0.1:8750/v1, got {self.credit_judge!r}"
+            )
+        if self.name != "grpo":
+            raise ValueError(
+                f"credit {kind} compares turns as grpo does, not as {self.name}: use name grpo, or credit episode"
+            )
+        if self.scale == "batch" or (kind == "adca" and self.scale != "group"):
+            raise ValueError(
+                f"credit {kind} compares within groups, so scale {self.scale} does not go with it: use scale group"
+            )
+        if self.policy_loss == "gspo":
+            raise ValueError(
+                "the loss of gspo has one ratio per answer, but turns differ in credit: set algorithm.loss to clip"
+            )
+        if self.kl_coef and self.kl_in == "reward":
+            raise ValueError(
+                f"credit {kind} compares rewards of turns, and the KL is no part of them: set algorithm.kl_in to loss"
+            )
 
     def _check_kl(self) -> None:
         if self.kl_in == "reward" and self.kl_estimator not in KL_IN_REWARD:

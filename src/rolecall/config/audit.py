@@ -35,7 +35,7 @@ class AuditOptions(RLOptions):
     gold_form: str | None = None
     """How the reward wants an answer written if not in a common way: `The answer is {}`. {} is the row's answer."""
     html: str | None = None
-    """The page to write; audit-NUMBER.html if not given."""
+    """The page to write; runs/audit-NUMBER.html if not given."""
     page: bool = True
     """Write the page."""
     json: bool = False

@@ -1,4 +1,4 @@
-"""Options of experience replay: `--replay.*` of `rolecall rl`."""
+"""Options of experience: `--replay.*` and `--store.*` of `rolecall rl`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -95,3 +95,24 @@ class ReplayOptions:
     def on(self) -> bool:
         """Whether anything is replayed."""
         return self.share > 0 or self.replace_flat
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOptions:
+    """A copy of the rollouts elsewhere, for other programs and later runs."""
+
+    url: str | None = None
+    """Copy every step's rollouts to this address as well: s3://bucket/name, gs://…, sftp://…, or whatever fsspec knows
+    (docs/files.md). `--from` and `rescore` read them there."""
+    merge: int = 1
+    """Put the rollouts of so many steps into one file there, once all are there."""
+    keep: int = 0
+    """Steps whose rollouts stay there; 0: all."""
+
+    def __post_init__(self) -> None:
+        if self.merge < 1 or self.keep < 0:
+            raise ValueError(f"store.merge is at least 1 and store.keep 0 or more, got {self.merge} and {self.keep}")
+        if self.url is None and (self.merge > 1 or self.keep):
+            raise ValueError("store.merge and store.keep are about the rollouts at store.url: give it too")
+        if self.url is not None and "://" not in self.url:
+            raise ValueError(f"store.url wants an address such as s3://bucket/name, got {self.url!r}")

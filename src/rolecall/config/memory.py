@@ -93,11 +93,22 @@ def _parts(options: Any, shape: Shape, *, reference: bool, critic: bool) -> dict
         "gradients": moved * each / share,
         "optimiser": 2 * moved * each / share,
         "reference": (shape.parameters * each if reference and not lora else 0) / share,
+        "reward model": 4 * _reward_parameters(options) / (1 if getattr(options, "ahead", 0) else share),
         "gathered layers": 2 * shape.layer * working if sharded else 0,
         f"activations of {tokens:,} tokens": float(models * kept),
         "logits": float(_LOGIT_COPIES * 4 * min(CHUNK_LOGITS, shape.vocabulary * tokens)),
     }
     return {name: held for name, held in parts.items() if held}
+
+
+def _reward_parameters(options: Any) -> int:
+    """Those of the reward model that scores answers; 0 if functions do, or nothing."""
+    given: tuple[str, ...] = getattr(options, "reward", ())
+    if len(given) != 1 or not Path(given[0]).expanduser().is_dir():
+        return 0
+    config = config_of(given[0])
+    shape = None if config is None else shape_of({**config, "tie_word_embeddings": True})  # it has no logits
+    return 0 if shape is None else shape.parameters
 
 
 def config_of(model: str) -> Mapping[str, Any] | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from rolecall.config.plan import processes
+from rolecall.config.rewards import RewardProcessOptions
 from rolecall.config.sampling import Sampling
 
 
@@ -74,27 +75,6 @@ class RunOptions:
                     f"{name} is {getattr(self, name)}, which {processes()} processes cannot share: give at least "
                     f"{processes()}, or start fewer processes"
                 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardProcessOptions:
-    """What reward functions may do: they run in processes of their own."""
-
-    reward_deadline: float = 60.0
-    """Seconds a reward function may take before it is killed and its sample counted as failed."""
-    reward_network: bool = False
-    """Let reward functions use the network, for a judge behind an HTTP address, also one on this machine."""
-    reward_variables: tuple[str, ...] = ()
-    """Environment variables that reward functions see beside the usual ones (PATH, HOME, caches, thread counts), such as
-    OPENAI_API_KEY."""
-
-    def reward_limits(self) -> dict[str, Any]:
-        """As a reward pool takes them."""
-        return {
-            "deadline_s": self.reward_deadline,
-            "network": self.reward_network,
-            "variables": self.reward_variables,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,11 +182,11 @@ class TrainerOptions:
     """How the processes that torchrun starts hold the model."""
 
     shard: Literal["auto", "none", "ddp", "fsdp2"] = "auto"
-    """`ddp`: every process holds all of it. `fsdp2`: weights, gradients, optimiser, reference and critic lie in parts on
-    all of them. `none`: one process. `auto` is `none` for one process and `ddp` for several."""
+    """`ddp`: every process holds all of it. `fsdp2`: weights, gradients, optimiser, reference, critic and reward model lie
+    in parts on all of them. `none`: one process. `auto` is `none` for one process and `ddp` for several."""
     offload: tuple[Literal["reference", "optimizer"], ...] = ()
-    """With fsdp2 on an accelerator: what lies in the host's memory while it is not used. `optimizer` is the policy's
-    weights, gradients and moments."""
+    """With fsdp2 on an accelerator: what lies in the host's memory while it is not used. `reference` is the reference and a
+    reward model, `optimizer` the policy's weights, gradients and moments."""
 
     def __post_init__(self) -> None:
         if self.shard == "none" and processes() > 1:
@@ -215,11 +195,15 @@ class TrainerOptions:
             raise ValueError("train.offload is for parts of a sharded model: give train.shard fsdp2 too")
 
 
+SERVED_ONLY = ("vllm", "sglang")
+"""Engines that are found behind servers only, and have kernels of their own."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """What samples the answers."""
 
-    name: Literal["auto", "native", "hf", "vllm"] = "auto"
+    name: Literal["auto", "native", "hf", "vllm", "sglang"] = "auto"
     """`native` for Llama-family models, `hf` for every other; `auto` chooses. Of servers: what they run, found out by `auto`."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """The sampler's dtype; the model's if not given. Of servers: theirs, found out if not given."""
@@ -228,7 +212,7 @@ class EngineOptions:
     workers: int = 0
     """Processes that sample, each with an engine of its own (docs/cluster.md); 0: the one that trains."""
     cluster: Literal["none", "ray"] = "none"
-    """`ray`: the workers are Ray actors, on the cluster that RAY_ADDRESS names or one that is started here (needs
+    """`ray`: Ray places the workers or servers, on the cluster that RAY_ADDRESS names or one that is started here (needs
     `rolecall[ray]`)."""
     worker_prompts: int = 1
     """Prompts that a worker answers together. Answers depend on it (a little), but not on the number of workers."""
@@ -242,6 +226,14 @@ class EngineOptions:
     """Addresses of servers that sample, such as http://127.0.0.1:8750 (`rolecall serve`, docs/servers.md); several with commas
     between them. Their key is read from the environment variable ROLECALL_SERVER_KEY. worker_silence and worker_deadline hold for them
     too."""
+    placed_servers: int = 0
+    """With cluster ray: servers (`rolecall serve`) that Ray starts and places for this run, in place of engine.servers."""
+    server_cpus: int = 1
+    """CPUs that each placed server asks Ray for."""
+    server_gpus: float = 0.0
+    """GPUs that each placed server asks Ray for; it sees these only."""
+    server_args: str = ""
+    """More words for each placed `rolecall serve`, such as `--vllm --dtype bfloat16`."""
     server_patience: float = 300.0
     """Seconds that all servers may be out of reach before the run ends, with exit code 75."""
     sync: Literal["directory", "broadcast"] = "directory"
@@ -255,17 +247,23 @@ class EngineOptions:
         if self.servers:
             object.__setattr__(self, "servers", split_at_commas(self.servers))
             self._check_servers()
-        elif self.weights_directory is not None or self.name == "vllm" or self.sync != "directory":
+        elif self.placed_servers:
+            self._check_placed()
+        elif self.weights_directory is not None or self.name in SERVED_ONLY or self.sync != "directory":
             given = (
-                "name vllm"
-                if self.name == "vllm"
-                else "sync"
-                if self.weights_directory is None
+                f"name {self.name}"
+                if self.name in SERVED_ONLY
                 else "weights_directory"
+                if self.weights_directory
+                else "sync"
             )
             raise ValueError(f"engine.{given} is for servers: give engine.servers too")
-        if self.cluster != "none" and not self.workers:
-            raise ValueError(f"engine.cluster {self.cluster} says where engine.workers are: give their number too")
+        if self.cluster != "none" and not (self.workers or self.placed_servers):
+            raise ValueError(
+                f"engine.cluster {self.cluster} says where engine.workers or engine.placed_servers are: give their number too"
+            )
+        if not self.placed_servers and (self.server_cpus != 1 or self.server_gpus or self.server_args):
+            raise ValueError("engine.server_* are of engine.placed_servers: give their number too")
         if self.workers < 0 or self.worker_prompts < 1 or self.worker_threads < 1:
             raise ValueError(
                 "engine.workers is 0 or a number of processes, worker_prompts and worker_threads are at least 1, got "
@@ -274,9 +272,21 @@ class EngineOptions:
         if not (self.worker_silence > 0 and self.worker_deadline > 0):
             raise ValueError("engine.worker_silence and worker_deadline must be above 0 seconds")
 
+    def _check_placed(self) -> None:
+        if self.cluster != "ray" or self.workers:
+            raise ValueError(
+                "engine.placed_servers are placed by Ray, in place of engine.workers: give engine.cluster ray alone"
+            )
+        if self.placed_servers < processes() or self.server_cpus < 0 or self.server_gpus < 0:
+            raise ValueError(
+                f"engine.placed_servers is at least one for each of the {processes()} processes that train, server_cpus and "
+                f"server_gpus are 0 or more, got {self.placed_servers}, {self.server_cpus} and {self.server_gpus:g}"
+            )
+
     def _check_servers(self) -> None:
-        if self.workers:
-            raise ValueError("engine.workers and engine.servers both say what samples: give one of them")
+        if self.workers or self.placed_servers:
+            given = "workers" if self.workers else "placed_servers"
+            raise ValueError(f"engine.{given} and engine.servers both say what samples: give one of them")
         if self.max_rows != EngineOptions.max_rows:
             raise ValueError("engine.max_rows is for who samples: give it to the servers when they are started")
         for url in self.servers:
@@ -369,7 +379,7 @@ class AnsweringOptions(RewardProcessOptions):
     """What every command says that samples answers to prompts and scores them."""
 
     reward: tuple[str, ...] = ()
-    """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its
+    """Reward functions: file.py:name, module:name, a built-in verifier; a reward model's run; or judge:URL (docs/rewards.md). A task brings its
     own, which is also called `task`."""
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward; 1 each if not given."""

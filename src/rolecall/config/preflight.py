@@ -36,6 +36,7 @@ def check_address_space() -> None:
 def check_paths(options: Any) -> None:
     """Raise, in one sentence, if an option names a file or folder that is not there. Names that may stand for something
     else (a task, a hub id, a module) are left to whoever opens them."""
+    reads_addresses = options.command in ("rl", "rescore")
     for name, value in _named(options):
         if name in _MODELS and value.startswith(("http://", "https://")):
             _check_api(options, name, value)
@@ -45,9 +46,11 @@ def check_paths(options: Any) -> None:
             raise UserError(f"there is no file or folder {value}{_near(value)}")
         elif name in _REWARDS and ":" not in value and _is_path(value) and not _is_there(value):
             raise UserError(f"reward {value!r}: there is no such run{_near(value)}")
+        elif name == "by" and value.rpartition(":")[0].endswith(".py"):
+            _check_source("lessons.by", value)
         elif name in (*_REWARDS, "env"):
             _check_source("environment" if name == "env" else name, value)
-        elif name in _RUNS and not _is_there(value):
+        elif name in _RUNS and not _is_there(value) and not (reads_addresses and "://" in value):
             raise UserError(f"there is no run {value}; give the directory of a run, such as runs/rl-1{_near(value)}")
         elif name == "prompts_file" and not _is_there(value):
             raise UserError(f"prompts file {value!r} cannot be read: No such file or directory")
@@ -67,7 +70,7 @@ def _named(options: Any) -> Iterator[tuple[str, str]]:
 def _check_api(options: Any, option: str, address: str) -> None:
     if not getattr(options, "behind_api", False) or option != "model":
         raise UserError(
-            f"{option} {address!r} is an address: only `rolecall eval` takes a model behind one; to sample from servers of the "
+            f"{option} {address!r} is an address: only `rolecall eval` and `generate` take a model behind one; to sample from servers of the "
             "model that trains, give engine.servers"
         )
 
@@ -83,7 +86,7 @@ def _check_model(option: str, name: str) -> None:
 
 def _check_source(what: str, name: str) -> None:
     """file.py:name, also with a kind before it."""
-    where = name.rpartition(":")[0].removeprefix("trl:").removeprefix("agent:")
+    where = name.rpartition(":")[0].removeprefix("trl:").removeprefix("agent:").removeprefix("verifiers:")
     if where.endswith(".py") and not _is_there(where):
         raise UserError(f"{what} {name!r}: there is no file {Path(where).expanduser().resolve()}")
 

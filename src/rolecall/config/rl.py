@@ -8,12 +8,13 @@ from rolecall.config.agents import AGENT_FLAG, AgentOptions
 from rolecall.config.algorithm import COMPARING as COMPARING
 from rolecall.config.algorithm import KL_IN_REWARD as KL_IN_REWARD
 from rolecall.config.algorithm import AlgorithmOptions as AlgorithmOptions
-from rolecall.config.experience import ReplayOptions
+from rolecall.config.experience import ReplayOptions, StoreOptions
 from rolecall.config.foreign import Foreign
 from rolecall.config.foreign_trl import TRL
 from rolecall.config.foreign_verl import VERL
+from rolecall.config.lessons import LessonOptions
 from rolecall.config.memory import memory_line
-from rolecall.config.parts import AnsweringOptions, TrainingOptions
+from rolecall.config.parts import SERVED_ONLY, AnsweringOptions, TrainingOptions
 from rolecall.config.plan import logits_line, passes_line, ranks_line
 from rolecall.config.rl_presets import PRESETS
 
@@ -30,9 +31,9 @@ class RLOptions(AnsweringOptions, TrainingOptions):
     """Prompts: a file of rows, a Hugging Face dataset (saved, or owner/name on the hub), a built-in task, or rg:NAME.
     Left out: those of `env`, or else `addition`."""
     env: str | None = field(default=None, metadata=AGENT_FLAG)
-    """Play episodes of several turns in it: calculator, guessing, kuhn, file.py:Class, gym:ID; or agent:file.py:function and
-    agent:COMMAND, your own program, for which `--agent file.py:function` is short. `rows` are what it starts from; left
-    out, its own, or seeds."""
+    """Play episodes of several turns in it: calculator, guessing, kuhn, file.py:Class, gym:ID, openenv:URL and others of
+    docs/agents.md; or agent:file.py:function and agent:COMMAND, your own program, for which `--agent file.py:function` is
+    short. `rows` are what it starts from; left out, its own, or seeds."""
     agent: AgentOptions = field(default_factory=AgentOptions)
     blackout: tuple[str, ...] = ()
     """Texts that never train where the policy writes them, such as a frame it must keep to."""
@@ -46,8 +47,11 @@ class RLOptions(AnsweringOptions, TrainingOptions):
     """Answers per prompt."""
     algorithm: AlgorithmOptions = field(default_factory=AlgorithmOptions)
     replay: ReplayOptions = field(default_factory=ReplayOptions)
+    lessons: LessonOptions = field(default_factory=LessonOptions)
     from_run: str | None = field(default=None, metadata={"flag": "from"})
-    """Train on the rollouts that this run left, in their order, without sampling: rows and rewards are not asked."""
+    """Train on the rollouts that this run left, in their order, without sampling: rows and rewards are not asked. A directory, or
+    what was a run's `store.url`."""
+    store: StoreOptions = field(default_factory=StoreOptions)
     ahead: int = field(default=0, metadata={"flag": "async.ahead"})
     """Steps that sampling is ahead of training, beside which it runs: step s is sampled by version s - ahead of the weights
     (docs/cluster.md). 0: a step is sampled when the one before has trained."""
@@ -74,6 +78,10 @@ class RLOptions(AnsweringOptions, TrainingOptions):
             raise ValueError(f"{name} compares the answers to a prompt: samples must be at least 2")
         if self.env is not None and self.algorithm.resample:
             raise ValueError("episodes of an environment are not drawn again: set algorithm.resample 0")
+        if self.env is None and self.from_run is None and self.algorithm.credit != "episode":
+            raise ValueError(
+                f"algorithm.credit {self.algorithm.credit} compares turns, and an answer to a row has one: give env too"
+            )
         if self.env is not None and name == "remax":
             raise ValueError("remax needs a greedy answer per prompt, which episodes of an environment lack: use rloo")
         if buffer is not None and buffer > self.sampling.max_new_tokens:
@@ -83,6 +91,7 @@ class RLOptions(AnsweringOptions, TrainingOptions):
             )
         self._check_replay()
         self._check_ahead()
+        self._check_lessons()
         self._check_dropout()
 
     def _check_replay(self) -> None:
@@ -115,6 +124,10 @@ class RLOptions(AnsweringOptions, TrainingOptions):
             raise ValueError(
                 "replay.weigh_fresh needs the trainer's own log-probs: set algorithm.old_logprobs recompute"
             )
+        if replay.on and o.credit != "episode":
+            raise ValueError(
+                f"algorithm.credit {o.credit} needs what turns were given, which replay does not keep: leave one out"
+            )
         if replay.normalise == "joint" and o.bootstrap_truncated:
             raise ValueError("replay.normalise joint does not go with algorithm.bootstrap_truncated: use separate")
 
@@ -130,6 +143,30 @@ class RLOptions(AnsweringOptions, TrainingOptions):
                 "async.inflight works with the native engine, in this process or in engine.workers of this machine: leave out "
                 "engine.servers and engine.cluster"
             )
+
+    def _check_lessons(self) -> None:
+        o, lessons = self.algorithm, self.lessons
+        if not lessons.on:
+            return
+        if self.from_run is not None:
+            raise ValueError("with --from nothing is sampled, so nobody reads lessons: leave out lessons.share")
+        if round(lessons.share * self.samples) == 0:
+            raise ValueError(
+                f"lessons.share {lessons.share:g} of {self.samples} episodes is none: raise it, or raise samples"
+            )
+        by_behaviour = lessons.ratio == "behaviour"
+        if by_behaviour and o.policy_loss == "reinforce":
+            raise ValueError(
+                "reinforce has no ratio to correct for lessons that only the behaviour read: set lessons.ratio recomputed, or "
+                "use grpo"
+            )
+        if o.old_logprobs == "behaviour" or (by_behaviour and o.old_logprobs == "detach"):
+            raise ValueError(
+                f"with lessons some samples have the behaviour's log-probs as old ones and others the trainer's, so "
+                f"algorithm.old_logprobs {o.old_logprobs} does not go with lessons.ratio {lessons.ratio}: leave it auto"
+            )
+        if lessons.clip_high is not None and o.policy_loss == "reinforce":
+            raise ValueError("reinforce clips no ratio: leave out lessons.clip_high, or use grpo")
 
     def _check_dropout(self) -> None:
         """A pass that drops gives other log-probs and values than the one that sampled: they must not be compared."""
@@ -175,7 +212,8 @@ class RLOptions(AnsweringOptions, TrainingOptions):
         engine, trainer = self.precisions
         if engine != trainer:
             return f"the engine samples in {engine} and the trainer computes in {trainer}"
-        return "the engine is vllm, with kernels of its own" if self.engine.name == "vllm" else None
+        kind = self.engine.name
+        return f"the engine is {kind}, with kernels of its own" if kind in SERVED_ONLY else None
 
     @property
     def fresh_weights(self) -> ReplayOptions | None:
@@ -195,7 +233,9 @@ class RLOptions(AnsweringOptions, TrainingOptions):
     def old_source(self) -> str:
         """Where old log-probs really come from."""
         if self.sampled_now:
-            return self.algorithm.old_source if self.fresh_weights is None else "recompute"
+            source = self.algorithm.old_source if self.fresh_weights is None else "recompute"
+            by_behaviour = self.lessons.on and self.lessons.ratio == "behaviour"
+            return "recompute" if source == "detach" and by_behaviour else source
         return "behaviour" if self.replay.weights == "none" else "recompute"
 
     def plan(self) -> str:
@@ -223,7 +263,7 @@ class RLOptions(AnsweringOptions, TrainingOptions):
             )
         if o.name == "remax":
             lines.append(f"beside them {self.prompts} greedy answers, one per prompt, which are scored but not trained")
-        lines += [line for line in (self.weights_line, self.ahead_line, self._replay_line) if line]
+        lines += [line for line in (self.weights_line, self.ahead_line, self._replay_line, self._lessons_line) if line]
         if updates > 1:
             lines.append("after the first optimiser step of a rollout the policy is ahead of the one that sampled")
         return "\n".join(lines)
@@ -252,6 +292,16 @@ class RLOptions(AnsweringOptions, TrainingOptions):
         else:
             what = f"step s is sampled by version s - {self.ahead} beside training"
         return f"asynchronous: {what}; corrected by {by}"
+
+    @property
+    def _lessons_line(self) -> str | None:
+        o = self.lessons
+        if not o.on:
+            return None
+        return (
+            f"lessons: {round(o.share * self.samples)} of {self.samples} episodes of a group read up to {o.top}, from {o.size} "
+            f"held, distilled by {o.by}; the ratio of their samples is to the {o.ratio} log-probs"
+        )
 
     @property
     def _replay_line(self) -> str | None:

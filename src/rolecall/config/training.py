@@ -14,12 +14,12 @@ from rolecall.config.parts import (
     EngineOptions,
     LoadOptions,
     OptimOptions,
-    RewardProcessOptions,
     RunOptions,
     SaveOptions,
     TrainingOptions,
 )
 from rolecall.config.plan import logits_line, passes_line, ranks_line
+from rolecall.config.rewards import RewardProcessOptions
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from rolecall.config.agents import AGENT_FLAG, AgentOptions
-from rolecall.config.parts import ChatOptions, EngineOptions, LoadOptions, RewardProcessOptions
+from rolecall.config.parts import ChatOptions, EngineOptions, LoadOptions
+from rolecall.config.rewards import RewardProcessOptions
 from rolecall.config.sampling import Sampling
 
 
@@ -20,15 +21,35 @@ class ModelUseOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions(RewardProcessOptions, ModelUseOptions):
-    """How good a model is on held-out rows: accuracy, avg@k, pass@k, length, truncation, KL to another model."""
+class ServedUseOptions(ModelUseOptions):
+    """What commands say that can use a model behind an address too."""
 
-    command: ClassVar[str] = "eval"
     model: str
     """`tiny`, a model directory, a .gguf file, a Hugging Face hub id, a run's directory, or the address of an
     OpenAI-compatible API, such as http://127.0.0.1:8750/v1 (docs/servers.md)."""
     served_model: str | None = None
     """With an address: which of its models; the only one if not given."""
+
+    @property
+    def behind_api(self) -> bool:
+        """Whether the model is somebody else's, and text is all that comes from it."""
+        return self.model.startswith(("http://", "https://"))
+
+    def check_api(self, **needs: bool) -> None:
+        """Refuse what needs a model's tokens or weights, of which `needs` says whether it was given."""
+        if not self.behind_api and self.served_model is not None:
+            raise ValueError("served_model is one of an API: give its address as model")
+        needs |= {"policy": self.policy != LoadOptions(), "sampling.stop_ids": self.sampling.stop_ids is not None}
+        for name, given in needs.items() if self.behind_api else ():
+            if given:
+                raise ValueError(f"{name} needs the model itself, and {self.model} gives text only: leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(RewardProcessOptions, ServedUseOptions):
+    """How good a model is on held-out rows: accuracy, avg@k, pass@k, length, truncation, KL to another model."""
+
+    command: ClassVar[str] = "eval"
     rows: str | None = None
     """Prompts: a file, a saved dataset, or a task (its test split). If not given, or if they are those the run in `model` learned from, the ones it held out."""
     env: str | None = field(default=None, metadata=AGENT_FLAG)
@@ -59,32 +80,13 @@ class EvalOptions(RewardProcessOptions, ModelUseOptions):
             raise ValueError(f"n and samples must be at least 1, got {self.n} and {self.samples}")
         if self.against is not None and self.samples < 2:
             raise ValueError("the KL to another model is measured on sampled answers: give samples above 1")
-        if self.behind_api:
-            self._check_api()
-        elif self.served_model is not None:
-            raise ValueError("served_model is one of an API: give its address as model")
-
-    @property
-    def behind_api(self) -> bool:
-        """Whether the model is somebody else's, and text is all that comes from it."""
-        return self.model.startswith(("http://", "https://"))
-
-    def _check_api(self) -> None:
-        """Refuse what needs a model's tokens or weights."""
-        for name, given in (
-            ("env", self.env is not None),
-            ("against", self.against is not None),
-            ("engine", self.engine != EngineOptions()),
-            ("policy", self.policy != LoadOptions()),
-            ("sampling.stop_ids", self.sampling.stop_ids is not None),
-        ):
-            if given:
-                raise ValueError(f"{name} needs the model itself, and {self.model} gives text only: leave it out")
+        engine = self.engine != EngineOptions()
+        self.check_api(env=self.env is not None, against=self.against is not None, engine=engine)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(ModelUseOptions):
-    """Answers from a model, whole or token by token."""
+class GenerateOptions(ServedUseOptions):
+    """Answers from a model, whole or token by token, or as demonstrations for `rolecall sft`."""
 
     command: ClassVar[str] = "generate"
     prompts: tuple[str | list[dict[str, Any]], ...] = field(default=(), metadata={"flag": "prompt"})
@@ -92,6 +94,13 @@ class GenerateOptions(ModelUseOptions):
     prompts_file: str | None = None
     """More prompts: a .txt file with one in each line, or a .jsonl file whose rows have `prompt` or `messages`,
     and `tools` if they bring any."""
+    rows: str | None = None
+    """More prompts: a file of rows, a dataset or a task, as for `rolecall rl`."""
+    count: int = 256
+    """How many of the rows at most."""
+    out: str | None = None
+    """Write the answers to this .jsonl file instead of printing them: the rows with a `completion`, as `rolecall sft` takes them.
+    Answers that were cut off or are empty are left out."""
     n: int = field(default=1, metadata={"known_as": ("num_generations", "num_return_sequences", "num_samples")})
     """Answers to each prompt."""
     seed: int = 0
@@ -113,10 +122,14 @@ class GenerateOptions(ModelUseOptions):
     """Print one JSON object for each answer, with ids and log-probs."""
 
     def __post_init__(self) -> None:
-        if not self.prompts and self.prompts_file is None:
-            raise ValueError("there is nothing to answer: give --prompt TEXT or --prompts_file FILE")
-        if self.n < 1:
-            raise ValueError(f"n must be at least 1 answer, got {self.n}")
+        if not self.prompts and self.prompts_file is None and self.rows is None:
+            raise ValueError("there is nothing to answer: give --prompt TEXT, --prompts_file FILE or --rows ROWS")
+        for name, value in (("n", self.n), ("count", self.count)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.out is not None and (not self.out.endswith(".jsonl") or self.json or self.show == "tokens"):
+            raise ValueError("out is a .jsonl file that takes the place of what is printed: leave out json and show")
+        self.check_api(show=self.show == "tokens", engine=self.engine != "auto", dtype=self.dtype != "float32")
         for i, prompt in enumerate(self.prompts):
             if not prompt:
                 raise ValueError(f"prompt {i} is empty: write something to go on from")
@@ -156,8 +169,8 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ValueError(f"port must lie in 0..65535, got {self.port}")
-        if self.engine.servers or self.engine.workers:
-            given = "servers" if self.engine.servers else "workers"
+        given = next((name for name in ("servers", "workers", "placed_servers") if getattr(self.engine, name)), None)
+        if given is not None:
             raise ValueError(
                 f"engine.{given} is for commands that sample elsewhere; serve samples itself: leave it out"
             )
@@ -197,13 +210,72 @@ class PlayOptions(ModelUseOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProposeOptions(ModelUseOptions):
+    """Rows that a model makes for an environment: kept if their solution solves them, they are new, and the policy solves them
+    now and then."""
+
+    command: ClassVar[str] = "propose"
+    env: str = field(metadata=AGENT_FLAG)
+    """The environment: calculator, guessing, file.py:Class, gym:ID."""
+    out: str
+    """The file of rows to write (.jsonl)."""
+    proposer: str = "policy"
+    """Who proposes: `policy`, the address of an OpenAI-compatible API, or file.py:function, which gets a list of questions
+    and returns a list of texts."""
+    rows: str | None = None
+    """Rows that are there already: shown to the proposer, and what new ones must differ from. Left out, the environment's own."""
+    given: int = 256
+    """How many of these at most."""
+    n: int = 64
+    """Proposals to ask for."""
+    explore: int = 2
+    """Rows, and how the policy played them, that the proposer reads each time."""
+    proposal_tokens: int = 256
+    """Longest proposal."""
+    share: float = 0.5
+    """The share of the written rows that are new ones, at most; the others are the given ones. 1: new ones alone."""
+    solved: float = 1.0
+    """An episode that was given this much in all has solved its row."""
+    words: float = 0.8
+    """Rows that share more than this part of their words are alike."""
+    meaning: float = 0.999
+    """Rows whose mean hidden states in the model have a larger cosine are alike."""
+    tries: int = 8
+    """Episodes of the policy that tell how hard a row is."""
+    hardest: float = 0.1
+    """Rows of which it solves a smaller share are too hard."""
+    easiest: float = 0.9
+    """Rows of which it solves a larger share are too easy."""
+    seed: int = 0
+    """The same seed gives the same rows, if the proposer does."""
+    overwrite: bool = False
+    """Replace the file that `out` names."""
+    json: bool = False
+    """Print what came of it as one JSON object."""
+    chat: ChatOptions = field(default_factory=ChatOptions)
+    agent: AgentOptions = field(default_factory=AgentOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+
+    def __post_init__(self) -> None:
+        for name in ("given", "n", "explore", "proposal_tokens", "tries"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share is a part of the rows, above 0 and at most 1, got {self.share:g}")
+        if not 0 <= self.hardest <= self.easiest <= 1:
+            raise ValueError(
+                f"hardest and easiest are shares of episodes, from 0 to 1 and in this order, got {self.hardest:g} and {self.easiest:g}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RescoreOptions(RewardProcessOptions):
     """Apply another reward to the answers a run has stored: `rolecall rescore runs/x --reward f`. Nothing is sampled, and
     the run stays as it is; what comes out is a new one, for `rolecall rl --from`."""
 
     command: ClassVar[str] = "rescore"
     run: str = field(metadata={"bare": True})
-    """The run whose rollouts are scored again."""
+    """The run whose rollouts are scored again, or what was its `store.url`."""
     reward: tuple[str, ...] = ()
     """Reward functions: file.py:name, module:name, a built-in verifier, or a reward model's run. A task brings its own."""
     reward_weights: tuple[float, ...] | None = None

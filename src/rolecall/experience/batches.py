@@ -77,6 +77,7 @@ _FILL: dict[str, float] = {
     "advantages": 0,
     "weights": 1,
     "replayed": False,
+    "guided": False,
 }
 """What stands where a batch has nothing: after a row's end, or in a field that only the other batch has. Else NaN."""
 

@@ -1,5 +1,7 @@
 """Parquet files that say what they are: a name, a version, a schema; and columns of lists of uneven length."""
 
+import io
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -17,6 +19,10 @@ from rolecall.files import write_atomically
 
 _PREFIX = "rolecall."
 """Of every key that is ours in a file's metadata."""
+_GROUPS = "groups"
+"""The key of a merged file under which the facts of its tables are, in JSON."""
+# A dictionary of numbers that hardly repeat makes the file larger and writing several times slower.
+_WRITTEN = {"compression": "zstd", "use_dictionary": False, "write_page_checksum": True, "write_statistics": False}
 
 
 class StoreError(ValueError):
@@ -68,25 +74,51 @@ def write_table(path: Path, table: pa.Table, form: Format, facts: Mapping[str, s
         raise FileExistsError(f"{path} is there already, and the record of a step is written once; remove it first")
     named = {"schema": form.name, "schema_version": str(form.version), "version": rolecall.__version__, **facts}
     table = table.replace_schema_metadata({_PREFIX + key: value for key, value in named.items()})
-    # A dictionary of numbers that hardly repeat makes the file larger and writing several times slower.
-    options = {"compression": "zstd", "use_dictionary": False, "write_page_checksum": True, "write_statistics": False}
-    write_atomically(path, lambda aside: pq.write_table(table, aside, **options))
+    write_atomically(path, lambda aside: pq.write_table(table, aside, **_WRITTEN))
 
 
-def read_table(path: Path, form: Format, *, columns: Sequence[str] | None = None) -> tuple[pa.Table, dict[str, str]]:
+def merged(tables: Sequence[tuple[pa.Table, Mapping[str, str]]], form: Format) -> bytes:
+    """One file of several tables and their facts, in order: each is a row group of its own."""
+    kept = [{key: value for key, value in facts.items() if not key.startswith("schema")} for _, facts in tables]
+    named = {"schema": form.name, "schema_version": str(form.version), "version": rolecall.__version__}
+    metadata = {_PREFIX + key: value for key, value in (named | {_GROUPS: json.dumps(kept)}).items()}
+    out, schema = io.BytesIO(), form.schema.with_metadata(metadata)
+    with pq.ParquetWriter(out, schema, **_WRITTEN) as writer:
+        for table, _ in tables:
+            fitting = table.select(schema.names).cast(form.schema).replace_schema_metadata(metadata)
+            writer.write_table(fitting, row_group_size=len(table))
+    return out.getvalue()
+
+
+def merged_facts(source: Any) -> list[dict[str, str]]:
+    """The facts of every table in a file that `merged` made."""
+    metadata = pq.read_metadata(source).metadata or {}
+    return list(json.loads(metadata[f"{_PREFIX}{_GROUPS}".encode()]))
+
+
+def read_table(
+    path: Path | str,
+    form: Format,
+    *,
+    columns: Sequence[str] | None = None,
+    source: Any = None,
+    group: int | None = None,
+) -> tuple[pa.Table, dict[str, str]]:
     """A table with at least the format's columns, brought to its version, and the facts written with it.
 
-    With `columns` those alone, which is quicker; a file of a version whose columns changed is read as a whole.
+    With `columns` those alone, which is quicker; a file of a version whose columns changed is read as a whole. `source` is what is
+    read, if it is no file that `path` names; `group` which table of a `merged` file.
     """
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        with pq.ParquetFile(path if source is None else source, page_checksum_verification=True) as file:
             written = (file.schema_arrow.metadata or {}).get(f"{_PREFIX}schema_version".encode(), b"")
             if columns is not None and not any(str(older).encode() == written for older in form.upgrades):
                 form = replace(form, schema=pa.schema([form.schema.field(name) for name in columns]))
                 table = file.read(columns=[name for name in columns if name in file.schema_arrow.names])
             else:
-                table = file.read()
+                table = file.read() if group is None else file.read_row_group(group)
         facts = _facts(table)
+        facts |= {} if group is None else json.loads(facts.pop(_GROUPS))[group]
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if getattr(error, "errno", None) is not None:  # the system's own: not there, not allowed
             raise
@@ -115,7 +147,7 @@ def _facts(table: pa.Table) -> dict[str, str]:
     return {key.removeprefix(_PREFIX): value for key, value in metadata.items() if key.startswith(_PREFIX)}
 
 
-def _fitted(table: pa.Table, form: Format, path: Path) -> pa.Table:
+def _fitted(table: pa.Table, form: Format, path: Path | str) -> pa.Table:
     """The same table with every column of the format, in its type."""
     for column in form.schema:
         index = table.schema.get_field_index(column.name)

@@ -157,9 +157,10 @@ def rollouts_file(
     return partial(write_table, path, table_of(columns, form.schema), form, facts)
 
 
-def read_rollouts(path: Path) -> Rollouts:
-    """What `write_rollouts` wrote, bit for bit; padding aside, and NaN is NaN whatever its bits."""
-    table, facts = read_table(path, ROLLOUTS)
+def read_rollouts(path: Path | str, *, source: Any = None, group: int | None = None) -> Rollouts:
+    """What `write_rollouts` wrote, bit for bit; padding aside, and NaN is NaN whatever its bits. `source` and `group` as in
+    `read_table`."""
+    table, facts = read_table(path, ROLLOUTS, source=source, group=group)
     if not len(table):
         raise StoreError(f"{path} holds no trajectories; remove it")
     ragged = {name: Ragged.read(table[name]) for name in (*_TOKENS, "verdicts", *COMPUTED)}

@@ -1,18 +1,23 @@
 """The rollouts that a run left on disk, as data: found, checked once, read step by step."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
-from rolecall.experience.parquet import StoreError
-from rolecall.experience.store import Rollouts, read_rollouts
+from rolecall.experience.parquet import StoreError, merged_facts, read_table
+from rolecall.experience.places import Place, is_address
+from rolecall.experience.store import ROLLOUTS, Rollouts, read_rollouts
 from rolecall.maths.roles import Role
 from rolecall.types import Trajectory
 
 _FILE = re.compile(r"step-([0-9]{6,})\.parquet")
+_MERGED = re.compile(r"steps-([0-9]{6,})-([0-9]{6,})\.parquet")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,30 +40,105 @@ class StoreFacts:
     """Fingerprints of the weights that sampled, in order, each once."""
 
 
-class RolloutStore:
-    """`runs/x/rollouts/`, or another directory of such files. They are only read."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFile:
+    """Where one step's rollouts are: a file, or a part of one that holds several steps."""
 
-    def __init__(self, place: Path) -> None:
+    step: int
+    file: str
+    """The name of the file it is in."""
+    where: str
+    """In words, for messages."""
+    source: Callable[[], Any]
+    """Gives its path, or its bytes."""
+    group: int | None = None
+    """Its number in a file of several steps."""
+
+    def __str__(self) -> str:
+        return self.where
+
+    @property
+    def name(self) -> str:
+        """`step-000012.parquet`, also in a file of several steps."""
+        return f"step-{self.step:06d}.parquet"
+
+    def read(self) -> Rollouts:
+        """The rollouts."""
+        return read_rollouts(self.where, source=self._opened(), group=self.group)
+
+    def table(self) -> tuple[pa.Table, dict[str, str]]:
+        """The same as a table, and the facts that were written with it."""
+        return read_table(self.where, ROLLOUTS, source=self._opened(), group=self.group)
+
+    def _opened(self) -> Any:
+        held = self.source()
+        return pa.BufferReader(held) if isinstance(held, bytes) else held
+
+
+def step_files(folder: Path | Place, names: Sequence[str] | None = None) -> list[StepFile]:
+    """The steps in a folder's files, or in those that are named, in order. One that is in a file of several and also in its own
+    is taken from the former."""
+    if names is None:
+        names = [path.name for path in folder.iterdir()] if isinstance(folder, Path) else folder.names()
+    found: dict[int, StepFile] = {}
+    # A file at an address is fetched as a whole; steps that are in the same one are read one after another.
+    source: Callable[[str], Any] = folder.joinpath if isinstance(folder, Path) else lru_cache(1)(folder.read)
+    for name in sorted(names):
+        if match := _FILE.fullmatch(name):
+            step = int(match.group(1))
+            found[step] = StepFile(step=step, file=name, where=f"{folder}/{name}", source=partial(source, name))
+    for name in filter(_MERGED.fullmatch, sorted(names)):
+        for group, facts in enumerate(_facts(folder, name)):
+            step = int(facts["step"])
+            where = f"{folder}/{name}, step {step}"
+            found[step] = StepFile(step=step, file=name, where=where, source=partial(source, name), group=group)
+    return [found[step] for step in sorted(found)]
+
+
+def steps_in(name: str) -> tuple[int, int] | None:
+    """The first and the last step that a file's name says; None if it holds no rollouts."""
+    if match := _FILE.fullmatch(name):
+        return int(match.group(1)), int(match.group(1))
+    match = _MERGED.fullmatch(name)
+    return None if match is None else (int(match.group(1)), int(match.group(2)))
+
+
+def _facts(folder: Path | Place, name: str) -> list[dict[str, str]]:
+    try:
+        return merged_facts(folder / name if isinstance(folder, Path) else folder.open(name))
+    except (pa.ArrowException, KeyError, ValueError) as error:
+        raise StoreError(f"{folder}/{name} is not a whole file of several steps; bring back a copy") from error
+
+
+class RolloutStore:
+    """`runs/x/rollouts/`, another directory of such files, or an address of either. They are only read."""
+
+    def __init__(self, place: Path | str) -> None:
         """`place` is a run's directory or the directory of files itself."""
-        folder = place / "rollouts" if (place / "rollouts").is_dir() else place
-        if not folder.is_dir():
-            raise StoreError(f"{place} is not a run: there is no such directory; give a run's directory")
-        found = {int(m.group(1)): path for path in folder.iterdir() if (m := _FILE.fullmatch(path.name))}
-        if not found:
+        folder: Path | Place
+        if isinstance(place, str) and is_address(place):
+            folder = Place(place)
+            folder = folder / "rollouts" if "rollouts" in folder.names() else folder
+        else:
+            place = Path(place).expanduser()
+            folder = place / "rollouts" if (place / "rollouts").is_dir() else place
+            if not folder.is_dir():
+                raise StoreError(f"{place} is not a run: there is no such directory; give a run's directory")
+        self.place, self.files = folder, step_files(folder)
+        if not self.files:
             raise StoreError(f"{folder} holds no rollouts (step-000001.parquet …); give a run that recorded some")
-        self.place, self.files = folder, [found[step] for step in sorted(found)]
 
     @property
     def names(self) -> list[str]:
         """The files' names, in the order of their steps."""
-        return [path.name for path in self.files]
+        return [file.name for file in self.files]
 
     def __len__(self) -> int:
         return len(self.files)
 
     def read(self, index: int) -> Rollouts:
         """One step's rollouts."""
-        return read_rollouts(self.files[index])
+        return self.files[index].read()
 
     def __iter__(self) -> Iterator[Rollouts]:
         return (self.read(index) for index in range(len(self)))

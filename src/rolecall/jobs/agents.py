@@ -1,28 +1,40 @@
 """Environments and their rows from the names a user gives."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
+from rolecall.agents.conversation import Dialect
 from rolecall.agents.environments import check_name
 from rolecall.agents.episodes import Arena
+from rolecall.agents.judging import Judge, policy_judge, served_judge
 from rolecall.agents.pool import EnvPool, Envs, Failure, LocalEnvs
 from rolecall.agents.programs import PREFIX, Program, Programs
+from rolecall.agents.verifiers_env import PREFIX as VERIFIERS
+from rolecall.agents.verifiers_env import verifiers_rows
 from rolecall.config.agents import AgentOptions
 from rolecall.config.given import GIVEN, resolve_source
 from rolecall.config.parts import ChatOptions, HeldOutOptions
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
 from rolecall.jobs.data import check_templates, held_out, open_named
+from rolecall.jobs.models import open_model
+from rolecall.jobs.prompting import prompting_of
 from rolecall.policy.load import LoadedModel
+from rolecall.recipes.rendering import rendered_prompt
+from rolecall.remote.plain import PlainServer
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine
+from rolecall.rollout.open import open_engine
 from rolecall.tasks.agent_tasks import AGENT_TASKS
 from rolecall.tasks.names import find_task, is_task
 from rolecall.tasks.rows import ListRows, Rows
 from rolecall.tasks.sources import RowsSource, Splits
 from rolecall.train.timing import Timer
+from rolecall.types import Sampling
+from rolecall.workers.hosts import RayHosts
 
 _log = logging.getLogger("rolecall")
 
@@ -47,10 +59,12 @@ def episode_rows(
     n: int = _TRAIN_ROWS,
     prompt: str | None = None,
     learned: str | None = None,
+    agent: AgentOptions | None = None,
 ) -> tuple[Rows, Rows | None]:
     """(rows to play, held-out rows if they will be used), each with the prompt that takes the place of a description:
-    the one given, else the one that the model learned with, unless the rows have their own."""
-    train, test = _episode_rows(env, rows, evaluation, seed=seed, n=n)
+    the one given, else the one that the model learned with, unless the rows have their own. `agent` says how an environment
+    that brings rows is opened to read them."""
+    train, test = _episode_rows(env, rows, evaluation, seed=seed, n=n, agent=agent or AgentOptions())
     own = len(train) and "prompt" in train[0]
     prompt = learned if prompt is None and not own else prompt
     if prompt is None:
@@ -69,14 +83,16 @@ def _prompted(rows: Rows, prompt: str) -> Rows:
 
 
 def _episode_rows(
-    env: EnvSource, rows: RowsSource | None, evaluation: HeldOutOptions, *, seed: int, n: int
+    env: EnvSource, rows: RowsSource | None, evaluation: HeldOutOptions, *, seed: int, n: int, agent: AgentOptions
 ) -> tuple[Rows, Rows | None]:
     def test_rows(task: Any) -> Rows:
         rows: Rows = task.rows("test", n=evaluation.rows)
         return rows
 
     test: Rows | None
-    if rows is None and not (isinstance(env, str) and is_task(env)):
+    if rows is None and isinstance(env, str) and env.startswith(VERIFIERS):
+        found = verifiers_rows(env, agent, n=n, held_out=evaluation.rows)
+    elif rows is None and not (isinstance(env, str) and is_task(env)):
         found = Splits(
             train=ListRows([{"seed": i} for i in range(n)]),
             test=ListRows([{"seed": -1 - i} for i in range(evaluation.rows)]),
@@ -93,30 +109,84 @@ def _episode_rows(
     return train, test
 
 
-def open_envs(env: EnvSource, options: AgentOptions, stack: ExitStack) -> Envs | Programs:
-    """The environments: built-in ones in this process, all others in workers, and so are programs."""
+def open_envs(
+    env: EnvSource, options: AgentOptions, stack: ExitStack, sampling: Sampling | None = None
+) -> Envs | Programs:
+    """The environments: built-in ones in this process, all others in workers, and so are programs. `sampling` is how frozen
+    players draw."""
+    envs = _open_envs(env, options, stack)
+    voices = dict(given.split("=", 1) for given in options.frozen)
+    if not voices:
+        return envs
+    if isinstance(envs, Programs):
+        raise UserError("agent.frozen is for players of an environment: a program calls whom it likes; leave it out")
+    unknown = [player for player in voices if player not in envs.players]
+    if unknown or len(voices) == len(envs.players):
+        raise UserError(
+            f"agent.frozen: the players of {env_label(env)} are {', '.join(envs.players)}; "
+            + (f"{unknown[0]!r} is none of them" if unknown else "leave one that learns")
+        )
+    from rolecall.agents.frozen import FrozenEnvs  # and httpx, which nothing else needs
+
+    drawn = replace(sampling or Sampling(), stop_ids=None, logprobs="full")
+    how: dict[str, Any] = {"sampling": drawn, "seconds": options.deadline}
+    made = {player: _voice(model, stack, **how) for player, model in voices.items()}
+    return FrozenEnvs(envs, made, max_turns=options.max_turns)
+
+
+def _voice(model: str, stack: ExitStack, *, sampling: Sampling, seconds: float) -> Any:
+    """Where a frozen player's words come from."""
+    from rolecall.agents.frozen import ModelVoice, ServerVoice
+    from rolecall.remote.plain import PlainServer
+
+    if model.startswith(("http://", "https://")):
+        server = PlainServer(model)
+        stack.callback(server.close)
+        return ServerVoice(server, sampling, seconds=seconds)
+    loaded, chat = open_model(model), prompting_of(model).filled(ChatOptions())
+    if not loaded.has_chat_template:
+        raise UserError(f"agent.frozen: model {model!r} has no chat template, which a player needs")
+    dialect = Dialect(
+        tokenizer=loaded.tokenizer,
+        stop_ids=loaded.stop_ids,
+        template_kwargs=chat.chat_template_kwargs,
+        system_prompt=chat.system_prompt,
+    )
+    return ModelVoice(open_engine(loaded), dialect, sampling, context_length=loaded.context_length)
+
+
+def _open_envs(env: EnvSource, options: AgentOptions, stack: ExitStack) -> Envs | Programs:
     if isinstance(env, str):
         resolve_source(env, "environment")
         if not env:
             raise UserError(
                 "the environment's name is empty: give one, such as --env calculator or --env file.py:Class"
             )
-        if env.startswith(PREFIX):
+        if env.startswith((PREFIX, VERIFIERS)):
             return _open_programs(env.removeprefix(PREFIX), options, stack)
         check_name(env)
         if env.partition(":")[0] in AGENT_TASKS:
+            _check_here(options, "a built-in environment runs in the process that trains")
             return LocalEnvs(find_task(env).env)
     if isinstance(env, Program):
         return _open_programs(env, options, stack)
     limits: dict[str, Any] = {"network": options.network, "variables": options.variables}
+    if options.cluster == "ray":
+        hosts = stack.enter_context(RayHosts(options.workers, what="environment workers", option="agent.workers"))
+        limits["hosts"] = hosts.hosts
     return stack.enter_context(EnvPool(env, workers=options.workers, deadline_s=options.deadline, **limits))
 
 
+def _check_here(options: AgentOptions, why: str) -> None:
+    if options.cluster != "none":
+        raise UserError(f"agent.cluster {options.cluster} is for workers of environments, and {why}: leave it out")
+
+
 def _open_programs(source: str | Program, options: AgentOptions, stack: ExitStack) -> Programs:
-    if options.when_full == "cut":
-        raise UserError(
-            "agent.when_full cut is for environments: a program keeps its conversation itself; leave it out"
-        )
+    if options.manager != "append":
+        given = "when_full cut" if options.when_full == "cut" else f"context {options.context}"
+        raise UserError(f"agent.{given} is for environments: a program keeps its conversation itself; leave it out")
+    _check_here(options, "programs call back to this machine")
     return stack.enter_context(Programs(source, options))
 
 
@@ -132,6 +202,8 @@ def try_out(env: EnvSource, envs: Envs | Programs, row: Mapping[str, Any]) -> No
     if isinstance(found, Failure):
         raise UserError(f"environment {label} cannot begin an episode: {found.reason}")
     (found,) = envs.ask("step", {0: {"role": "assistant", "content": "0"}}).values()
+    if not isinstance(found, Failure) and not found.done:
+        envs.ask("end", {0: None})
     if isinstance(found, Failure) and found.wrong:
         raise UserError(f"environment {label} cannot go on with an episode: {found.reason}")
     if isinstance(found, Failure):
@@ -160,6 +232,20 @@ def open_arena(
             f"agent.context_tokens is {options.context_tokens} but the model's context is {policy.context_length}"
         )
     return Arena(policy=policy, engine=engine, envs=envs, reward=reward, options=options, chat=chat, timer=timer)
+
+
+def open_turn_judge(options: RLOptions, policy: LoadedModel, engine: Engine) -> Judge | None:
+    """Who judges turns, if anybody is asked."""
+    who = options.algorithm.credit_judge
+    if who is None:
+        return None
+    if who != "policy":
+        return served_judge(PlainServer(who))
+
+    def render(text: str) -> Sequence[int]:
+        return rendered_prompt({"prompt": [{"role": "user", "content": text}]}, policy=policy, chat=options.chat).ids
+
+    return policy_judge(policy, engine, render)
 
 
 def check_episodes(options: RLOptions) -> None:

@@ -5,7 +5,7 @@ from functools import partial
 from os import PathLike, fspath
 from typing import Any
 
-from rolecall.agents.adapters import ToolsEnv
+from rolecall.agents.adapters import ToolsEnv, TRLEnv
 from rolecall.agents.programs import PREFIX, Program
 from rolecall.config.agents import AgentOptions
 from rolecall.config.given import GivenObject
@@ -62,6 +62,10 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
         value = found.pop(name, None)
         if value is not None and (given := wrapped(value)) != ():
             found["eval.data" if name == "eval_data" else name] = given
+    if isinstance(found.get("lessons"), Mapping):
+        found |= {f"lessons.{name}": value for name, value in found.pop("lessons").items()}
+    if callable(found.get("lessons.by")):
+        found["lessons.by"] = GivenObject(name_of(found["lessons.by"]), found["lessons.by"])
     return _with_model(found)
 
 
@@ -111,17 +115,17 @@ def _with_model(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_tools(found: dict[str, Any]) -> dict[str, Any]:
-    """Functions that the policy may call are an environment."""
-    tools = found.pop("tools")
-    if found.get("env") is not None:
-        raise UserError("`tools` make an environment of their own, and there is `env`: make them methods of its class")
+    """Functions that the policy may call are an environment, or beside a class of TRL's kind more tools of it."""
+    tools, factory = found.pop("tools"), found.get("env")
+    if factory is not None and (not isinstance(factory, type) or hasattr(factory, "step")):
+        raise UserError("`tools` go with a class as TRL's `environment_factory` takes it; make them part of this `env`")
     functions = list(tools) if isinstance(tools, list | tuple) else [tools]
     for function in functions:
         if not callable(function) or isinstance(function, type):
             raise UserError(f"tools are functions, as in tools=[add], got {function!r:.60}")
-    if found.get("reward") is None:
+    if found.get("reward") is None and factory is None:
         raise UserError("`tools` say nothing of what an episode is worth: give a `reward` function, too")
     named: dict[str, Callable[..., Any]] = {name_of(function): function for function in functions}
-    env: Any = partial(ToolsEnv, named)
+    env: Any = partial(ToolsEnv, named) if factory is None else partial(TRLEnv, factory, named)
     env.__name__ = f"tools {', '.join(named)}"  # what config.json says
     return {**found, "env": env}

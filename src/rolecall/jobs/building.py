@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from rolecall.errors import UserError
 from rolecall.policy.compiling import compile_layers
 from rolecall.policy.device import set_tf32
 from rolecall.policy.load import LoadedModel, save, save_about
-from rolecall.policy.lora import assembled, export, has_adapter
+from rolecall.policy.lora import export, export_parts, has_adapter
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.sharded import is_sharded
 from rolecall.train.learner import Learner
@@ -79,9 +78,7 @@ def prepared(module: torch.nn.Module, job: Job, *, reference: Reference | None =
     set_tf32(device, on=options.policy.tf32)
     if train.shard == "fsdp2":
         if train.offload and device.type == "cpu":
-            raise UserError(
-                "train.offload moves to the host's memory what lies on an accelerator: leave it out on the CPU"
-            )
+            _log.warning("train.offload moves to the host's memory what lies on an accelerator: on the CPU all does")
         if accelerator.num_processes == 1:
             _log.info("fsdp2 with one process: its only part is the whole model")
         from rolecall.policy.sharding import mesh_of, shard
@@ -105,6 +102,19 @@ def prepared(module: torch.nn.Module, job: Job, *, reference: Reference | None =
         max_grad_norm=optim.max_grad_norm,
         timer=job.timer,
     )
+
+
+def shard_frozen(module: torch.nn.Module, options: Any, device: torch.device, stack: ExitStack) -> None:
+    """Spread a model that only scores, such as a reward model, over the ranks of a job that shards; in place."""
+    train = getattr(options, "train", None)
+    if train is None or train.shard != "fsdp2":
+        return
+    if getattr(options, "ahead", 0):
+        _log.info("async.ahead scores beside training: the reward model is whole in every process")
+        return
+    from rolecall.policy.sharding import mesh_of, shard
+
+    shard(module, mesh_of(device, stack), offload="reference" in train.offload)
 
 
 def _settle(job: Job, modules: list[torch.nn.Module]) -> None:
@@ -152,9 +162,10 @@ def build_policy(
         return extra
 
     def save_model(directory: Path | None) -> None:
-        whole = policy if parts is None else assembled(policy, keep=directory is not None)
-        if directory is not None:
-            (export if has_adapter(whole) else save)(whole, directory)
+        if parts is not None:
+            export_parts(policy, directory)
+        elif directory is not None:
+            (export if has_adapter(policy) else save)(policy, directory)
 
     return Built(
         learner=learner, loop=loop, write=write, read=read, save_model=save_model, module=module, parts=parts, **more

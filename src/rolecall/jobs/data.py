@@ -8,17 +8,21 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from rolecall.config.given import resolve_source
-from rolecall.config.parts import ChatOptions, HeldOutOptions, RewardProcessOptions
+from rolecall.config.parts import ChatOptions, HeldOutOptions
+from rolecall.config.rewards import RewardProcessOptions
 from rolecall.errors import UserError
-from rolecall.jobs.building import Job
+from rolecall.jobs.building import Job, shard_frozen
 from rolecall.jobs.models import reward_of_model
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.row_template import template_kwargs
 from rolecall.recipes.rendering import demonstration_kind, rendered_prompt
+from rolecall.rewards.joined import joined
 from rolecall.rewards.pool import RewardPool
 from rolecall.rewards.records import Reward
-from rolecall.rewards.sources import Named
+from rolecall.rewards.sources import Named, distinct
 from rolecall.tasks.builtin import demonstrations, preference_rows
 from rolecall.tasks.columns import check_columns
 from rolecall.tasks.kinds import kind_of, record
@@ -27,6 +31,7 @@ from rolecall.tasks.rows import RowError, Rows, place_of, split
 from rolecall.tasks.sources import RowsSource, Splits
 from rolecall.tasks.streams import Stream, first_of, head, split_stream
 from rolecall.train.timing import Timer
+from rolecall.workers.hosts import Host, RayHosts
 
 _log = logging.getLogger("rolecall")
 
@@ -145,7 +150,7 @@ def open_reward(
     rows: Rows | None = None,
     timer: Timer | None = None,
 ) -> Reward:
-    """The reward: functions in worker processes, or a reward model's run or directory; `task` is the task's own.
+    """The reward: functions in worker processes, reward models by their run or directory, and judges; `task` is the task's own.
 
     With `rows`, a function that needs a column which they have not is refused; rows that lack it are counted and said.
     """
@@ -159,11 +164,22 @@ def open_reward(
         raise UserError("no reward: give one, such as --reward rewards.py:my_function, or use a built-in task")
     if "" in chosen:
         raise UserError("a reward's name is empty: give one, such as --reward rewards.py:my_function")
-    only = chosen[0].source if isinstance(chosen[0], Named) else chosen[0]
-    if len(chosen) == 1 and isinstance(only, str) and Path(only).expanduser().is_dir():
-        device = getattr(limits, "device", "cpu").replace("auto", "cpu")  # that of a run is known by now
-        return reward_of_model(only, weight=1.0 if weights is None else weights[0], device=device)
-    pool = stack.enter_context(RewardPool(chosen, weights=weights, **limits.reward_limits()))
+    each = [1.0] * len(chosen) if weights is None else list(weights)
+    if len(each) != len(chosen):
+        raise UserError(f"{len(chosen)} rewards need as many weights, got {len(each)}")
+    labels = {i: label for i, source in enumerate(chosen) if (label := _label(source)) is not None}
+    named = dict(zip(labels, distinct(list(labels.values())), strict=True))
+    other = {i: _whole(chosen[i], each[i], named[i], limits, stack) for i in named}
+    functions = {i: source for i, source in enumerate(chosen) if i not in other}
+    if not functions:
+        return joined(list(other.values()), rows=None if rows is None else rows.columns)
+    shares = None if weights is None else [each[i] for i in functions]
+    hosts: tuple[Host, ...] = ()
+    if limits.reward_cluster == "ray":
+        hosts = stack.enter_context(RayHosts(2, what="reward workers", option=None)).hosts
+    pool = stack.enter_context(
+        RewardPool(list(functions.values()), weights=shares, hosts=hosts, **limits.reward_limits())
+    )
     if timer is not None:
         pool.advance = timer.advance
     if rows is not None:
@@ -173,7 +189,32 @@ def open_reward(
             _log.warning(
                 "%d of %d rows have no %s, which a reward asks for: it gets None there", count, len(looked_at), what
             )
-    return pool
+    return joined([pool, *other.values()], rows=None if rows is None else rows.columns)
+
+
+def _label(source: Any) -> str | None:
+    """What a reward is called that is no function, but a reward model or a judge; None if it is a function."""
+    only, name = (source.source, source.name) if isinstance(source, Named) else (source, None)
+    if not isinstance(only, str):
+        return None
+    if only.startswith("judge:"):
+        return name or "judge"
+    return (name or "reward_model") if Path(only).expanduser().is_dir() else None
+
+
+def _whole(source: Any, weight: float, name: str, limits: RewardProcessOptions, stack: ExitStack) -> Reward:
+    """The reward model or the judge."""
+    only = str(source.source if isinstance(source, Named) else source)
+    if not only.startswith("judge:"):
+        device = getattr(limits, "device", "cpu").replace("auto", "cpu")  # that of a run is known by now
+        scorer = reward_of_model(only, weight=weight, name=name, device=device)
+        shard_frozen(scorer.model, limits, torch.device(device), stack)
+        return scorer
+    from rolecall.remote.judge import Judge  # and httpx, which nothing else needs
+
+    judge = Judge(only, name=name, weight=weight, seconds=limits.reward_deadline)
+    stack.callback(judge.close)
+    return judge
 
 
 def _own(source: Any, task_reward: str) -> Any:

@@ -178,7 +178,7 @@ def mistakes(model: str, *, seed: int) -> list[dict[str, Any]]:
         sampling=_SAMPLING,
         seed=seed,
     )
-    wrong = {(a.trajectory.group, a.text) for a in answers if not task.score(a.text, rows[a.trajectory.group])}
+    wrong = {(a.group, a.text) for a in answers if not task.score(a.text, rows[a.group])}
     return [
         {"prompt": rows[group]["prompt"], "chosen": task.gold(rows[group]), "rejected": text}
         for group, text in sorted(wrong)

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,7 +13,7 @@ from rolecall.config.given import GivenObject, resolve_source
 from rolecall.config.parts import HeldOutOptions
 from rolecall.config.preflight import check_paths
 from rolecall.config.resume import saved_settings
-from rolecall.config.use import KEY_VARIABLE, EvalOptions
+from rolecall.config.use import EvalOptions
 from rolecall.errors import UserError
 from rolecall.jobs.agents import EnvSource, env_source, episode_rows, open_arena, open_envs
 from rolecall.jobs.arguments import options_of
@@ -93,8 +92,7 @@ def _behind_api(options: EvalOptions, stack: ExitStack, **parts: Any) -> Evaluat
     from rolecall.recipes.evaluate_text import TextEvaluator
     from rolecall.remote.plain import PlainServer
 
-    key = os.environ.get(KEY_VARIABLE) or os.environ.get("OPENAI_API_KEY")
-    server = PlainServer(options.model, model=options.served_model, key=key)
+    server = PlainServer(options.model, model=options.served_model)
     stack.callback(server.close)
     _log.info("asking %s at %s", server.model, server.url)
     how: dict[str, Any] = {"sampling": options.sampling, "samples": options.samples, "seed": options.seed}
@@ -110,13 +108,17 @@ def _episodes(options: EvalOptions, env: EnvSource, source: str | None, learned:
         elif source is not None and not is_task(source):
             how = HeldOutOptions()
         learnt = prompting_of(options.model)
-        prompts = {"prompt": options.agent.prompt, "learned": learnt.prompt_in(env)}
+        prompts: dict[str, Any] = {
+            "prompt": options.agent.prompt,
+            "learned": learnt.prompt_in(env),
+            "agent": options.agent,
+        }
         all_rows, test = episode_rows(env, source, how, n=options.n, seed=options.seed, **prompts)
         found = all_rows if test is None else test
         chosen = head(found, options.n)
         sources = options.reward or tuple(learned.get("reward", ()))
         reward: Reward = open_reward(sources, None, stack, options, rows=chosen) if sources else EnvOnly()
-        envs = open_envs(env, options.agent, stack)
+        envs = open_envs(env, options.agent, stack, options.sampling)
         policy = open_model(options.model, **reading(options.policy))
         chat = learnt.filled(options.chat)
         arena = open_arena(

@@ -42,7 +42,7 @@ def task_evaluator(options: Any, policy: Any, source: Any, stack: ExitStack, ran
     limits = AgentOptions()
     envs = open_envs(env, limits, stack)
     arena = open_arena(envs, limits, policy=policy, engine=engine, reward=EnvOnly(), chat=options.chat)
-    return _with_weights(EpisodeEvaluator(arena, rows=held_out, **_how_to_sample(options)), engine, policy)
+    return _with_weights(EpisodeEvaluator(arena, rows=held_out, ranks=ranks, **_how_to_sample(options)), engine, policy)
 
 
 def _with_weights(evaluator: Any, engine: Any, policy: Any) -> Any:

@@ -2,15 +2,17 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolecall.config.parts import ChatOptions
+from rolecall.config.parts import ChatOptions, HeldOutOptions
 from rolecall.config.use import GenerateOptions
 from rolecall.errors import UserError
+from rolecall.files import write_atomically
 from rolecall.jobs.arguments import options_of
+from rolecall.jobs.data import prompt_rows
 from rolecall.jobs.models import open_model
 from rolecall.jobs.prompting import Prompting, prompting_of
 from rolecall.policy.load import LoadedModel, reading
@@ -21,6 +23,7 @@ from rolecall.recipes.sampling import trajectory_of
 from rolecall.rollout.engine import check_requests
 from rolecall.rollout.native import NativeEngine
 from rolecall.rollout.open import open_engine
+from rolecall.tasks.streams import head
 from rolecall.types import Completion, Finish, Request, Trajectory
 
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -53,6 +56,16 @@ class Answer:
         return self.trajectory.finish
 
     @property
+    def group(self) -> int:
+        """Which prompt it answers."""
+        return self.trajectory.group
+
+    @property
+    def sample(self) -> int:
+        """Which of the answers to the prompt it is."""
+        return self.trajectory.episode
+
+    @property
     def start(self) -> int:
         """The index of the first token of the answer."""
         return self.trajectory.turns[0][0]
@@ -69,18 +82,31 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ServedAnswer:
+    """One answer of a model behind an address, whose tokens nobody knows."""
+
+    prompt: Prompt
+    text: str
+    finish: Finish
+    group: int
+    sample: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Generated:
     """All answers, and what it took."""
 
-    answers: tuple[Answer, ...]
+    answers: tuple[Answer | ServedAnswer, ...]
     """In the order of the prompts, those to one prompt together."""
     seconds: float
     """Time in the engine, loading not included."""
     engine: str
-    """The engine that sampled."""
+    """The engine that sampled, or the model and its address."""
+    written: int = 0
+    """Answers in the file `out`."""
 
 
-def generate(options: GenerateOptions | None = None, /, **settings: Any) -> list[Answer]:
+def generate(options: GenerateOptions | None = None, /, **settings: Any) -> list[Answer | ServedAnswer]:
     """Answers to prompts: `generate(model="tiny", prompts=["12+34="], n=4, sampling={"temperature": 0.8})`.
 
     Takes the options of `rolecall generate`, as one `GenerateOptions` or by name.
@@ -90,7 +116,15 @@ def generate(options: GenerateOptions | None = None, /, **settings: Any) -> list
 
 def run(options: GenerateOptions) -> Generated:
     """Load the model, render the prompts, sample. Whatever is wrong with the call is found before sampling starts."""
-    rows = [*({"prompt": prompt} for prompt in options.prompts), *_read_prompts(options.prompts_file)]
+    rows = [
+        *({"prompt": prompt} for prompt in options.prompts),
+        *_read_prompts(options.prompts_file),
+        *_rows(options),
+    ]
+    if options.out is not None and not Path(options.out).expanduser().parent.is_dir():
+        raise UserError(f"out {options.out!r}: there is no such folder; make it first")
+    if options.behind_api:
+        return _behind_api(options, rows)
     loaded = open_model(options.model, dtype=options.dtype, **reading(options.policy))
     learnt = prompting_of(options.model)
     try:
@@ -115,7 +149,79 @@ def run(options: GenerateOptions) -> Generated:
     completions = engine.generate(requests)
     seconds = time.perf_counter() - start
     answers = tuple(_answer(loaded, rows[c.prompt]["prompt"], requests[c.prompt], c) for c in completions)
-    return Generated(answers=answers, seconds=seconds, engine="native" if isinstance(engine, NativeEngine) else "hf")
+    name = "native" if isinstance(engine, NativeEngine) else "hf"
+    written = _write(options, rows, answers, chat=lambda prompt: _chats(loaded, prompt, options, learnt))
+    return Generated(answers=answers, seconds=seconds, engine=f"{name} engine, {options.dtype}", written=written)
+
+
+def _rows(options: GenerateOptions) -> list[dict[str, Any]]:
+    """Those of a file, a dataset or a task."""
+    if options.rows is None:
+        return []
+    found = prompt_rows(options.rows, HeldOutOptions(), seed=options.seed).train
+    return [dict(row) for row in head(found, options.count)]
+
+
+def _behind_api(options: GenerateOptions, rows: Sequence[Mapping[str, Any]]) -> Generated:
+    """Texts of a model that is asked by OpenAI's API. There are no tokens to show."""
+    from rolecall.remote.plain import PlainServer
+
+    server, start = PlainServer(options.model, model=options.served_model), time.perf_counter()
+    try:
+        asked = [_as_read(row["prompt"], options, chat=bool(options.chat)) for row in rows]
+        how: dict[str, Any] = {"n": options.n, "seed": options.seed, "template": options.chat_template_kwargs}
+        found = server.answers(asked, options.sampling, lenient=options.out is not None, **how)
+    finally:
+        server.close()
+    answers = tuple(
+        ServedAnswer(
+            prompt=rows[i]["prompt"],
+            text=said.text,
+            finish=Finish.LENGTH if said.truncated else Finish.STOP,
+            group=i,
+            sample=k,
+        )
+        for i, several in enumerate(found)
+        for k, said in enumerate(several)
+    )
+    written = _write(options, rows, answers, chat=lambda prompt: bool(options.chat))
+    seconds, engine = time.perf_counter() - start, f"{server.model} at {server.url}"
+    return Generated(answers=answers, seconds=seconds, engine=engine, written=written)
+
+
+def _as_read(prompt: Prompt, options: GenerateOptions, *, chat: bool) -> Any:
+    """The prompt as the model reads it: a text to go on with, or a conversation."""
+    if isinstance(prompt, str) and not chat and options.system is None:
+        return prompt
+    said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if options.system is None or said[0]["role"] == "system":
+        return said
+    return [{"role": "system", "content": options.system}, *said]
+
+
+def _write(
+    options: GenerateOptions,
+    rows: Sequence[Mapping[str, Any]],
+    answers: Sequence[Answer | ServedAnswer],
+    *,
+    chat: Callable[[Prompt], bool],
+) -> int:
+    """Demonstrations: the prompt as the model read it, and its answer. How many there are."""
+    if options.out is None:
+        return 0
+    whole = [answer for answer in answers if answer.text and not answer.finish.truncated]
+    if not whole:
+        raise UserError(
+            f"none of {len(answers)} answers is whole, so nothing was written: raise sampling.max_new_tokens",
+            exit_code=1,
+        )
+    lines = []
+    for answer in whole:
+        prompt = _as_read(answer.prompt, options, chat=chat(answer.prompt))
+        said = answer.text if isinstance(prompt, str) else [{"role": "assistant", "content": answer.text}]
+        lines.append(json.dumps({**rows[answer.group], "prompt": prompt, "completion": said}) + "\n")
+    write_atomically(Path(options.out).expanduser(), "".join(lines).encode())
+    return len(whole)
 
 
 def prompt_ids(
@@ -129,9 +235,7 @@ def prompt_ids(
     """The prompt as tokens, with the tools of its row, in the model's chat template if it is to be; if nothing is said of
     that, as in its run."""
     learnt = learnt or Prompting()
-    messages = isinstance(prompt, list | tuple)
-    plain = learnt.style == "text" and not messages and options.system is None
-    chat = loaded.has_chat_template and not plain if options.chat is None else options.chat
+    messages, chat = isinstance(prompt, list | tuple), _chats(loaded, prompt, options, learnt)
     wish = "a list of messages" if messages else "a system message" if options.system is not None else "--chat"
     if (messages or options.system is not None or chat) and not loaded.has_chat_template:
         raise UserError(f"model {loaded.name!r} has no chat template, which {wish} needs; give prompts as plain text")
@@ -149,6 +253,12 @@ def prompt_ids(
     if not chat:
         return tuple(loaded.tokenizer(prompt, **_QUIET)["input_ids"])
     return _chat_ids(loaded, prompt, filled.system_prompt, kwargs)
+
+
+def _chats(loaded: LoadedModel, prompt: Prompt, options: GenerateOptions, learnt: Prompting) -> bool:
+    """Whether a prompt goes into the chat template."""
+    plain = learnt.style == "text" and isinstance(prompt, str) and options.system is None
+    return loaded.has_chat_template and not plain if options.chat is None else options.chat
 
 
 def _quoted(prompt: Prompt) -> str:

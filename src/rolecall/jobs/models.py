@@ -129,9 +129,9 @@ def open_reward_model(name: str, **how: Any) -> RewardModel:
     return RewardModel.load(model_directory(name), **how)
 
 
-def reward_of_model(name: str, *, weight: float, device: str = "cpu") -> RewardModelReward:
-    """A reward model as a reward."""
-    return RewardModelReward.load(model_directory(name), weight=weight, device=device)
+def reward_of_model(source: str, **how: Any) -> RewardModelReward:
+    """A reward model as a reward; `how` is for `RewardModelReward.load`."""
+    return RewardModelReward.load(model_directory(source), **how)
 
 
 def start_reward_model(name: str, options: Any) -> RewardModel:
@@ -153,7 +153,7 @@ def sampler(policy: LoadedModel, options: Any, *, timer: Timer | None = None, up
     `updater` is what trains the policy, if anything does; servers are compared with it.
     """
     o = options.engine
-    if o.servers:
+    if o.servers or o.placed_servers:
         return _on_servers(policy, options, (timer or Timer()).add, updater)
     plain = _plain(policy)
     how: dict[str, Any] = {"name": o.name, "dtype": engine_dtype(options), "max_rows": o.max_rows}
@@ -195,6 +195,13 @@ def _on_servers(
     """An engine over this process's share of the servers."""
     from rolecall.remote.engine import ServerEngine  # and httpx, which nothing else needs
 
+    o, rank = options.engine, int(os.environ.get("RANK", "0"))
+    where: dict[str, Any] = {"urls": o.servers[rank :: processes()], "key": os.environ.get(KEY_VARIABLE)}
+    if o.placed_servers:
+        from rolecall.remote.placed import PlacedServers  # and Ray
+
+        placed = PlacedServers(options.model, o, count=len(range(rank, o.placed_servers, processes())))
+        where = {"urls": placed.urls, "key": placed.key, "also_close": placed.close}
     mixed = getattr(options.policy, "mixed_precision", "no") == "bf16"
     alone = partial(scored, PolicyModel(policy.model), temperature=1.0, token_budget=8192)
     return ServerEngine(
@@ -205,10 +212,9 @@ def _on_servers(
         plain=partial(_plain, policy),
         sampling=options.sampling,
         trainer=torch.bfloat16 if mixed else policy.model.dtype,
-        urls=options.engine.servers[int(os.environ.get("RANK", "0")) :: processes()],
-        key=os.environ.get(KEY_VARIABLE),
         lora=policy if has_adapter(policy) and not in_parts(policy.model) else None,
         add=add,
+        **where,
     )
 
 

@@ -41,8 +41,8 @@ class Plan:
     likely: Step
     best: Step
     worst: Step
-    gpu_hours: dict[int, tuple[float, float, float]]
-    """Of 1,000 steps, by steps ahead: (likely, best, worst)."""
+    gpu_hours: dict[int | None, tuple[float, float, float]]
+    """Of 1,000 steps, by steps ahead (None: in flight): (likely, best, worst)."""
 
     @property
     def fits(self) -> bool:
@@ -66,7 +66,7 @@ def plan(options: PlanOptions) -> Plan:
         cost.step(shape, batch, device, train=train, sample=sample, network=network, reached=reached)
         for reached in (cost.LIKELY, cost.BEST, cost.WORST)
     ]
-    modes = (0, 1) if sample else (0,)
+    modes: tuple[int | None, ...] = (0, *sorted({1, 3, steps[0].useful_ahead}), None) if sample else (0,)
     hours = {k: [one.seconds(k) * options.gpus * 1000 / 3600 for one in steps] for k in modes}
     return Plan(
         shape=shape,
@@ -84,8 +84,8 @@ def plan(options: PlanOptions) -> Plan:
     )
 
 
-def simulated(options: PlanOptions, found: Plan, *, steps: int = 6) -> Iterator[Simulated]:
-    """The plan's workers, and more of them: by size, in turn and one step ahead. A worker is a replica."""
+def simulated(options: PlanOptions, found: Plan, *, steps: int = 8) -> Iterator[Simulated]:
+    """The plan's workers, and more of them: by size and mode. A worker is a replica."""
     batch, replica = _batch(options), found.replica or 1
     growing = min(found.slots, max(1, -(-batch.answers // max(1, (found.sample or found.train) // replica))))
     token = cost.decode_seconds(
@@ -107,7 +107,7 @@ def simulated(options: PlanOptions, found: Plan, *, steps: int = 6) -> Iterator[
             failures_per_day=options.failures_per_day,
             slow_share=options.slow_share,
         )
-        yield from simulate(fleet, workers, aheads=(0, 1), steps=steps)
+        yield from simulate(fleet, workers, aheads=(0, 1, 3, None), steps=steps)
 
 
 def _batch(options: PlanOptions) -> Batch:

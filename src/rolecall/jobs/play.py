@@ -52,11 +52,15 @@ def run(options: PlayOptions) -> list[Conversation]:
     with ExitStack() as stack:
         how = HeldOutOptions(every=1, rows=options.n) if options.rows is None else HeldOutOptions()
         learnt = prompting_of(options.model)
-        prompts = {"prompt": options.agent.prompt, "learned": learnt.prompt_in(source)}
+        prompts: dict[str, Any] = {
+            "prompt": options.agent.prompt,
+            "learned": learnt.prompt_in(source),
+            "agent": options.agent,
+        }
         train, test = episode_rows(source, options.rows, how, n=options.n, seed=options.seed, **prompts)
         found = train if test is None else test
         chosen = dict(enumerate(head(found, options.n)))
-        envs = open_envs(source, options.agent, stack)
+        envs = open_envs(source, options.agent, stack, options.sampling)
         policy = open_model(options.model, **reading(options.policy))
         chat = learnt.filled(options.chat)
         arena = open_arena(

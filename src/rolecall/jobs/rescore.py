@@ -18,6 +18,7 @@ from rolecall.config.use import RescoreOptions
 from rolecall.errors import UserError
 from rolecall.experience.joined import Joined
 from rolecall.experience.parquet import StoreError
+from rolecall.experience.places import Place, is_address
 from rolecall.experience.store import RolloutDetails, Rollouts, write_rollouts
 from rolecall.experience.stored import RolloutStore
 from rolecall.files import DiskError, write_atomically
@@ -76,7 +77,7 @@ def rescore(
 def run_from(options: RescoreOptions, *, progress: Progress | None = None) -> Rescored:
     """Run from options."""
     progress = progress or (Quiet() if options.quiet else spoken())
-    source, out = Path(options.run).expanduser(), _place(options)
+    source, out = options.run, _place(options)
     try:
         store = RolloutStore(source)
         check_new(out.parent, out.name)
@@ -107,9 +108,9 @@ def _rescore(
     answers = 0
     progress.begin(f"rescore into {run.path}", start=0, steps=len(store))
     try:
-        for number, (path, old) in enumerate(zip(store.files, store, strict=True), start=1):
+        for number, (file, old) in enumerate(zip(store.files, store, strict=True), start=1):
             scored = _scored(old, table, reward, steps)
-            _write(run.rollouts / path.name, old, scored)
+            _write(run.rollouts / file.name, old, scored)
             firsts = [rows[0] for rows in Joined(old.trajectories).rows]  # an episode counts once
             before += [total for row in firsts if (total := old.details[row].total) is not None]
             totals = [total for row in firsts if (total := scored[row].total) is not None]
@@ -222,9 +223,9 @@ def _evaluation(config: Mapping[str, Any]) -> HeldOutOptions:
 
 def _check_rows(store: RolloutStore, table: Rows, *, prompts: bool) -> None:
     """Refuse rows that are not those the answers answer, and episodes of which only tokens are there."""
-    for path, old in zip(store.files, store, strict=True):
+    for file, old in zip(store.files, store, strict=True):
         for number, details in enumerate(old.details):
-            where = f"{path}, row {number}"
+            where = f"{file}, row {number}"
             if details.prompt is None:
                 raise UserError(f"{where} does not say which row it answers, so it cannot be scored")
             if not isinstance(table, Stream) and details.prompt >= len(table):
@@ -246,20 +247,27 @@ def _check_rows(store: RolloutStore, table: Rows, *, prompts: bool) -> None:
                 )
 
 
-def _config(source: Path) -> dict[str, Any]:
-    path = source / "config.json"
+def _config(source: str) -> dict[str, Any]:
+    """What the run's config.json says, at an address too; nothing if there is none."""
     try:
-        return dict(json.loads(path.read_text()))
+        if is_address(source):
+            place = Place(source)
+            return dict(json.loads(place.read("config.json"))) if "config.json" in place.names() else {}
+        return dict(json.loads((Path(source).expanduser() / "config.json").read_text()))
     except FileNotFoundError:
         return {}
-    except ValueError:
-        raise UserError(f"{path} cannot be read; bring back a copy") from None
+    except ValueError as error:
+        if isinstance(error, StoreError):
+            raise
+        raise UserError(f"{source}/config.json cannot be read; bring back a copy") from None
 
 
 def _place(options: RescoreOptions) -> Path:
     if options.out is not None:
         return Path(options.out).expanduser()
     source, number = Path(options.run).expanduser(), 1
+    if is_address(options.run):
+        source = Path("runs") / source.name
     source = source if source.name else source.resolve()
     while (source.parent / f"{source.name}-rescored-{number}").exists():
         number += 1

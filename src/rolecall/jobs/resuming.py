@@ -5,6 +5,7 @@ import logging
 import platform
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -80,7 +81,7 @@ def _matters(name: str, old: object, new: object, config: Mapping[str, Any]) -> 
         return bool(config.get("optim", {}).get("schedule", "constant") != "constant")
     if name == "eval.every":
         return bool(old) != bool(new)  # with evaluation, rows without a test split are split
-    return name in ("eval.held_out", "eval.data") or not name.startswith(("save.", "eval.", "train."))
+    return name in ("eval.held_out", "eval.data") or not name.startswith(("save.", "store.", "eval.", "train."))
 
 
 def describe(
@@ -112,3 +113,10 @@ def describe(
         about["exact"] = "not exact: with async.inflight what is sampled depends on timing"
     write_atomically(run.config, json.dumps(config, indent=1).encode())
     write_atomically(run.run, json.dumps(about, indent=1).encode())
+
+
+def note_end(run: RunDir, why: str) -> None:
+    """Say in run.json that an error ended the run. It stays until the run goes on."""
+    with suppress(OSError):  # the disk may be what failed
+        about = json.loads(run.run.read_text()) | {"ended": why}
+        write_atomically(run.run, json.dumps(about, indent=1).encode())

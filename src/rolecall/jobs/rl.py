@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rolecall.agents.episodes import Arena, EnvOnly, EpisodeEvaluator, Episodes
@@ -13,11 +12,22 @@ from rolecall.agents.programs import Programs
 from rolecall.config.given import resolve_source
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
+from rolecall.experience.mirror import Mirror
 from rolecall.experience.parquet import StoreError
 from rolecall.experience.stored import RolloutStore
-from rolecall.jobs.agents import EnvSource, check_episodes, env_source, episode_rows, open_arena, open_envs, try_out
+from rolecall.jobs.agents import (
+    EnvSource,
+    check_episodes,
+    env_source,
+    episode_rows,
+    open_arena,
+    open_envs,
+    open_turn_judge,
+    try_out,
+)
 from rolecall.jobs.building import Built, Job, build_policy, loop_options, prepared
 from rolecall.jobs.data import PromptRows, check_prompts, open_judge, open_training_reward, prompt_rows, steps_of
+from rolecall.jobs.lessons import open_lessons
 from rolecall.jobs.models import as_served, engine_dtype, fingerprint, open_policy, open_reward_model, samplers
 from rolecall.jobs.prompting import style_of
 from rolecall.jobs.running import Run, train
@@ -93,6 +103,7 @@ def build(job: Job) -> Built:
     """The parts of a run."""
     # What is sampled ahead is timed apart: it belongs to another step than the one that trains.
     aside = Timer() if job.options.ahead else job.timer
+    mirror = _mirror(job)
     asked, played = _asked(job, aside), _played(job)
     options, rows, test = job.options, asked.train, asked.test
     if rows is not None:
@@ -112,7 +123,7 @@ def build(job: Job) -> Built:
     elif isinstance(engine, Published):
         collector = _ahead(job, options, asked, updater.ranks, engine, aside, policy)
     else:
-        collector = _collector(options, asked, updater.ranks, arena, **parts)
+        collector = _collector(job, options, asked, updater.ranks, arena, **parts)
     learner = RLLearner(
         options,
         module=module,
@@ -128,7 +139,11 @@ def build(job: Job) -> Built:
     def record(run: RunDir) -> None:
         spell = partial(token_bytes, policy.tokenizer)
         model = collector.hash if isinstance(collector, Ahead) else engine.hash
-        learner.watches.append(Records(run, options, model=model, tokenizer=fingerprint(policy), pieces=spell))
+        how: dict[str, Any] = {"tokenizer": fingerprint(policy), "pieces": spell, "mirror": mirror}
+        learner.watches.append(Records(run, options, model=model, **how))
+        if mirror is not None:
+            mirror.watch(run.rollouts)
+            run.also_cut.append(mirror.cut_after)
 
     state_at = partial(run_state, options, getattr(learner.collector, "order", None))
     watched: dict[str, Any] = {"reference": reference, "state_at": state_at, "ranks": updater.ranks}
@@ -141,6 +156,7 @@ def build(job: Job) -> Built:
         ranks=updater.ranks,
         evaluate=_evaluator(job, asked, parts, arena, **watched),
         watch_run=record,
+        finish=lambda run: None if mirror is None else mirror.finish(),
         prompts="chat" if played is not None else None if rows is None else style_of(rows),
     )
 
@@ -183,17 +199,20 @@ def _arena(options: RLOptions, asked: _Asked, **parts: Any) -> Arena | None:
     return None if asked.envs is None else open_arena(asked.envs, options.agent, chat=options.chat, **parts)
 
 
-def _collector(options: RLOptions, asked: _Asked, ranks: Ranks, arena: Arena | None, **parts: Any) -> OfRows:
+def _collector(job: Job, options: RLOptions, asked: _Asked, ranks: Ranks, arena: Arena | None, **parts: Any) -> OfRows:
     """What answers the rows, or plays their episodes."""
     assert asked.train is not None
     if arena is None:
         return Answers(options, rows=asked.train, ranks=ranks, **parts)
-    return Episodes(options, arena, rows=asked.train, ranks=ranks)
+    lessons = open_lessons(options, arena, ranks, job.stack)
+    judge = open_turn_judge(options, parts["policy"], parts["engine"])
+    return Episodes(options, arena, rows=asked.train, ranks=ranks, lessons=lessons, judge=judge)
 
 
 def _lanes(options: RLOptions, asked: _Asked) -> int:
     """How many steps may be sampled at once: their rows must be known before they are sampled, and each needs an engine."""
-    if options.algorithm.resample or isinstance(asked.train, Stream) or isinstance(asked.envs, Programs):
+    after = options.algorithm.resample or options.lessons.on  # a step begins where the one before has ended
+    if after or isinstance(asked.train, Stream) or isinstance(asked.envs, Programs):
         return 1
     return max(1, options.ahead)
 
@@ -207,13 +226,19 @@ def _ahead(
             "algorithm.resample lets the processes of a job agree on further prompts, which they cannot while they train: "
             "leave out async.ahead, or algorithm.resample"
         )
+    if asked.envs is not None and job.accelerator.num_processes > 1:
+        raise UserError(
+            "episodes are counted over all processes of a job, which cannot meet while they train: leave out async.ahead, or "
+            "train in one process"
+        )
     if line := options.ahead_line:
         _log.info(line)
     reward, played, lanes = InOrder(asked.reward, published), _played(job), list[Lane]()
+    asks = asked.reward if len(published.pinned) == 1 else reward
     for engine in published.pinned:
-        parts: dict[str, Any] = {"policy": policy, "engine": engine, "reward": reward, "timer": Timer()}
+        parts: dict[str, Any] = {"policy": policy, "engine": engine, "reward": asks, "timer": Timer()}
         own = asked if not lanes or played is None else replace(asked, envs=open_envs(played, options.agent, job.stack))
-        collector = _collector(options, own, ranks, _arena(options, own, **parts), **parts)
+        collector = _collector(job, options, own, ranks, _arena(options, own, **parts), **parts)
         lanes.append(Lane(collector=collector, engine=engine, timer=parts["timer"]))
     made = Ahead(lanes, reward=reward, ahead=options.ahead, steps=options.steps, timer=job.timer, aside=aside)
     job.stack.callback(made.close)
@@ -225,13 +250,19 @@ def _asked(job: Job, timer: Timer) -> _Asked:
     options, played = job.options, _played(job)
     if played is not None:
         check_episodes(options)
+    elif options.lessons.on:
+        raise UserError(
+            "lessons are for episodes: play the rows as an environment of one turn (--env addition), or leave out lessons.share"
+        )
+    if options.lessons.clip_high is not None and job.functions.get("loss") is not None:
+        raise UserError("a loss of your own clips as it likes: leave out lessons.clip_high, and look at batch.guided")
     if not (options.sampled_now or options.eval.every):
         return _Asked(reward=Unasked() if played is None else EnvOnly())
     if played is None:
         found = prompt_rows("addition" if options.rows is None else options.rows, options.eval, seed=options.seed)
     else:
         rows, held_out = episode_rows(
-            played, options.rows, options.eval, seed=options.seed, prompt=options.agent.prompt
+            played, options.rows, options.eval, seed=options.seed, prompt=options.agent.prompt, agent=options.agent
         )
         found = PromptRows(train=rows, test=held_out)
     reward: Reward = EnvOnly()
@@ -239,7 +270,7 @@ def _asked(job: Job, timer: Timer) -> _Asked:
         reward = open_training_reward(replace(job, timer=timer), found)
     envs = None
     if played is not None:
-        envs = open_envs(played, options.agent, job.stack)
+        envs = open_envs(played, options.agent, job.stack, options.sampling)
         try_out(played, envs, found.train[0])
     return _Asked(train=found.train, test=found.test, reward=reward, test_reward=found.test_reward, envs=envs)
 
@@ -258,11 +289,21 @@ def _evaluator(job: Job, asked: _Asked, parts: dict[str, Any], arena: Arena | No
     return alone(Evaluator(rows=asked.test, chat=options.chat, **parts, **how))
 
 
+def _mirror(job: Job) -> Mirror | None:
+    """What copies the rollouts to `store.url`, if that is asked for; on the rank that records them."""
+    options = job.options
+    if options.store.url is None or not job.accelerator.is_main_process:
+        return None
+    mirror = Mirror(options.store, resume=options.resume, overwrite=options.overwrite)
+    job.stack.callback(mirror.close)
+    return mirror
+
+
 def _stored_answers(options: RLOptions, policy: LoadedModel, engine: Engine, ranks: Ranks) -> StoredAnswers:
     """The rollouts to train on in place of new ones, all read once and found good."""
     assert options.from_run is not None
     try:
-        store = RolloutStore(Path(options.from_run).expanduser())
+        store = RolloutStore(options.from_run)
         facts = store.check(
             tokenizer=fingerprint(policy),
             vocabulary=policy.model.config.vocab_size,

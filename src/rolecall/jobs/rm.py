@@ -10,7 +10,6 @@ from rolecall.jobs.building import Built, Job, loop_options, parts_of, prepared
 from rolecall.jobs.data import preferences, steps_of
 from rolecall.jobs.models import start_reward_model
 from rolecall.jobs.running import Run, train
-from rolecall.policy.sharded import gathered
 from rolecall.recipes.reward_model import (
     RewardModelLearner,
     centre,
@@ -87,9 +86,7 @@ def build(job: Job) -> Built:
 
     def save_model(directory: Path | None) -> None:
         settings = settings_of(options.chat, offset=centre(model, pairs.pairs, token_budget=budget))
-        weights = gathered(model.state_dict(), keep=directory is not None)
-        if directory is not None:
-            save_reward_model(model, directory, settings, weights)
+        save_reward_model(model, directory, settings)
 
     def evaluate(step: int) -> dict[str, float]:
         assert held is not None

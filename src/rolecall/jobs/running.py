@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +27,7 @@ from rolecall.jobs.arguments import options_of
 from rolecall.jobs.building import Built, Job
 from rolecall.jobs.notebook import spoken
 from rolecall.jobs.report import report_at_the_end
-from rolecall.jobs.resuming import describe, resume
+from rolecall.jobs.resuming import describe, note_end, resume
 from rolecall.jobs.tracking import FOLDER, start_trackers, tracker_names
 from rolecall.jobs.view import check_view, view_beside
 from rolecall.look.inline import run_html
@@ -231,6 +232,7 @@ def _run(job: Job, build: Callable[[Job], Built], progress: Progress, peers: Pee
         resumed = resume(path, run, built.read, loop, config, processes=processes, strict=options.strict)
     if run is not None:
         describe(run, command, config, resumed, processes=processes, prompts=built.prompts)
+        job.stack.push(partial(_note_error, run))
     start = 0 if resumed is None else resumed.step
     _check_start(accelerator, start, path)
     outcome = loop.go(start=start, title=f"{command} in {path}")
@@ -242,8 +244,16 @@ def _run(job: Job, build: Callable[[Job], Built], progress: Progress, peers: Pee
         elif built.parts is not None and built.save_model is not None:
             built.save_model(None)
     outcome = loop.tell_end(outcome)
+    if run is not None and outcome.exit_code in (ExitCode.ERROR, ExitCode.DISK, ExitCode.RETRY):
+        note_end(run, outcome.reason)
     lines = read_lines(run.metrics.path) if run is not None else []
     return Run(path=path, outcome=outcome, metrics=list(lines))
+
+
+def _note_error(run: RunDir, kind: object, error: BaseException | None, trace: object) -> None:
+    """What to do at the end of the block that works on a run: an error is noted in its run.json."""
+    if error is not None:
+        note_end(run, str(error) or type(error).__name__)
 
 
 def _in_words(error: BaseException, peers: Peers) -> BaseException:
@@ -281,7 +291,12 @@ def _accelerator(options: RunOptions, store: Any) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=moved or store is not None)
     if store is not None:
         rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        PartialState(cpu=options.device == "cpu", store=store, rank=rank, world_size=count, timeout=PATIENCE)
+        how: dict[str, Any] = {"store": store, "rank": rank, "world_size": count, "timeout": PATIENCE}
+        kind = torch.device(options.device).type
+        train: Any = getattr(options, "train", None)
+        if kind != "cpu" and train is not None and train.offload:  # parts on the host are exchanged, too
+            how["backend"] = f"{kind}:{torch.distributed.get_default_backend_for_device(kind)},cpu:gloo"
+        PartialState(cpu=options.device == "cpu", **how)
     return Accelerator(
         cpu=options.device == "cpu",
         mixed_precision=precision,

@@ -31,7 +31,7 @@ def view(directory: str | Path = "runs", *, port: int = PORT, ready: Callable[[s
             raise UserError(f"there is no directory {place}; give the one that holds your runs, such as runs")
     elif not place.is_dir():
         raise UserError(f"{place} is a file; give the directory that holds your runs, such as runs")
-    elif not os.access(place, os.R_OK | os.X_OK):
+    elif not os.access(place, os.R_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
         raise UserError(f"{place} cannot be read: permission denied; give a directory that you may read")
     from rolecall.look.view.server import serve
 

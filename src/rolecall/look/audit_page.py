@@ -1,11 +1,23 @@
 """The page of an audit: what has to be put right, what was looked at, and samples token by token."""
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
-from rolecall.look.page import Section, facts, page, table, text
+from rolecall.errors import UserError
+from rolecall.look.page import Data, Section, facts, page, table, text
 from rolecall.look.tokens import Sample, SampleSet, token_view
+from rolecall.visible import visible_text
+
+FORMAT = 1
+"""The layout of a page's data that this version reads."""
+_DATA, _TOKENS = "audit", "samples"
+_MARK = '<script type="application/json" id="{id}">'
+_LARGEST = 1 << 25
+"""Bytes beyond which a file is not looked into."""
 
 
 class Finding(Protocol):
@@ -23,35 +35,124 @@ class Finding(Protocol):
     def advice(self) -> str: ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadFinding:
+    """A finding as a page holds it."""
+
+    check: str
+    level: str
+    summary: str
+    evidence: tuple[str, ...]
+    advice: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadAudit:
+    """What the file of an audit's page says."""
+
+    title: str
+    about: Mapping[str, str]
+    findings: tuple[ReadFinding, ...]
+    tokens: Mapping[str, object] | None
+    """What the token view is drawn from."""
+
+    def count(self, level: str) -> int:
+        """Findings of a level."""
+        return sum(found.level == level for found in self.findings)
+
+
 def audit_html(*, title: str, about: Mapping[str, str], findings: Sequence[Finding], samples: Sequence[Sample]) -> str:
     """One self-contained page."""
+    data, view = [Data(id=_DATA, value=_value(title, about, findings))], ""
+    if samples:
+        view, drawn_from = token_view(_TOKENS, [SampleSet(label="samples", samples=samples)])
+        data.append(drawn_from)
+    lead = f'<p class="lead"><b>{audit_lead(findings)}</b></p>'
+    return page(title=title, lead=lead, sections=audit_sections(about, findings, view), data=data)
+
+
+def audit_sections(about: Mapping[str, str], findings: Sequence[Finding], view: str) -> list[Section]:
+    """The parts of the page; `view` is the HTML of the token view, if there is one."""
     bad = [f for level in ("error", "warning") for f in findings if f.level == level]
     fine = [f for level in ("ok", "skipped") for f in findings if f.level == level]
+    looked_at = [(f.check, f.level, f.summary, "; ".join(f.evidence)) for f in fine]
+    checks = table(["check", "result", "what was found", "numbers"], looked_at)
     sections = [
         Section(id="problems", title="What to put right", body="".join(map(_problem, bad)) or _NOTHING),
-        Section(
-            id="checks",
-            title="What else was looked at",
-            body=table(
-                ["check", "result", "what was found", "numbers"],
-                [(f.check, f.level, f.summary, "; ".join(f.evidence)) for f in fine],
-            ),
-        ),
+        Section(id="checks", title="What else was looked at", body=checks),
     ]
-    data = []
-    if samples:
-        view, drawn_from = token_view("samples", [SampleSet(label="samples", samples=samples)])
-        sections.append(Section(id="tokens", title="Token by token", body=_TOKENS + view))
-        data.append(drawn_from)
-    sections.append(Section(id="what", title="What was audited", body=facts(about)))
-    return page(title=title, lead=f'<p class="lead"><b>{_verdict(findings)}</b></p>', sections=sections, data=data)
+    if view:
+        sections.append(Section(id="tokens", title="Token by token", body=_NOTE + view))
+    return [*sections, Section(id="what", title="What was audited", body=facts(about))]
+
+
+def read_audit(path: Path) -> ReadAudit | None:
+    """What the page in a file says, which is read as data alone; None if it is no audit's."""
+    html = path.read_text(encoding="utf-8", errors="replace") if path.stat().st_size <= _LARGEST else ""
+    if _MARK.format(id=_DATA) not in html:
+        return None
+    try:
+        held, tokens = _data(html, _DATA), _data(html, f"data-{_TOKENS}")
+        newer = held["format"] > FORMAT
+        found = None if newer else _read(held, tokens)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise UserError(f"{path} is the page of an audit, but torn or changed; run the audit again") from None
+    if newer:
+        raise UserError(f"{path} is the page of an audit by a newer rolecall; install a newer one")
+    return found
+
+
+def _read(held: Mapping[str, Any], tokens: Mapping[str, Any]) -> ReadAudit:
+    return ReadAudit(
+        title=str(held["title"]),
+        about={str(name): str(value) for name, value in held["about"].items()},
+        findings=tuple(map(_finding, held["findings"])),
+        tokens=tokens or None,
+    )
+
+
+def _finding(held: Mapping[str, Any]) -> ReadFinding:
+    words = {name: str(held[name]) for name in ("check", "level", "summary", "advice")}
+    return ReadFinding(**words, evidence=tuple(map(str, held["evidence"])))
+
+
+def read_tokens(audit: ReadAudit) -> tuple[str, Data | None]:
+    """The HTML of its token view, and the data it is drawn from."""
+    if audit.tokens is None:
+        return "", None
+    html, _ = token_view(_TOKENS, [])
+    return html, Data(id=f"data-{_TOKENS}", value=audit.tokens)
+
+
+def _value(title: str, about: Mapping[str, str], findings: Sequence[Finding]) -> dict[str, object]:
+    """What `read_audit` reads."""
+    held = [
+        {name: visible_text(str(getattr(found, name))) for name in ("check", "level", "summary", "advice")}
+        | {"evidence": list(map(visible_text, found.evidence))}
+        for found in findings
+    ]
+    said = {visible_text(name): visible_text(value) for name, value in about.items()}
+    return {"format": FORMAT, "title": visible_text(title), "about": said, "findings": held}
+
+
+def _data(html: str, name: str) -> dict[str, Any]:
+    """A block of data of the page; empty if there is none."""
+    _, there, rest = html.partition(_MARK.format(id=name))
+    if not there:
+        return {}
+    held = json.loads(rest[: rest.index("</script>")])
+    json.dumps(held, allow_nan=False)  # a number that is none would stop a page that shows it
+    if not isinstance(held, dict):
+        raise ValueError
+    return held
 
 
 _NOTHING = '<p class="ok">Nothing was found that has to be put right.</p>'
-_TOKENS = '<p class="note">Every token as training would see it. A solid line below a token says that it trains.</p>'
+_NOTE = '<p class="note">Every token as training would see it. A solid line below a token says that it trains.</p>'
 
 
-def _verdict(findings: Sequence[Finding]) -> str:
+def audit_lead(findings: Sequence[Finding]) -> str:
+    """How many errors and warnings there are, in a sentence."""
     count = Counter(f.level for f in findings)
     words = [f"{count[level]} {level}{'s' * (count[level] != 1)}" for level in ("error", "warning")]
     what = "Put the errors right before training." if count["error"] else "No error stands in the way of training."

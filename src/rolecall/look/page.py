@@ -63,7 +63,7 @@ def page(*, title: str, lead: str = "", sections: Sequence[Section], data: Seque
 <header class="top"><h1>{text(title)}</h1>{lead}</header>
 {navigation}
 <main id="content" tabindex="-1">
-{"".join(map(_section, sections))}
+{"".join(map(section_html, sections))}
 </main>
 <noscript><p class="note">Curves are drawn without scripts; the token view needs them.</p></noscript>
 {"".join(map(data_block, data))}
@@ -97,7 +97,8 @@ def facts(pairs: Mapping[str, object], *, wide: bool = False) -> str:
     return f'<dl class="facts{" wide" if wide else ""}">{lines}</dl>'
 
 
-def _section(section: Section) -> str:
+def section_html(section: Section) -> str:
+    """A section with its heading."""
     tag = f"h{section.level + 1}"
     return (
         f'<section id="{section.id}" aria-labelledby="{section.id}-title" class="level{section.level}">'

@@ -57,7 +57,14 @@ def is_demo(path: Path) -> bool:
 
 
 def read_run(path: Path) -> RunFiles:
-    """Read a run's directory. What is not one, is of a newer rolecall, or is torn, is a `UserError`."""
+    """Read a run's directory. What is not one, is of a newer rolecall, is torn, or may not be read, is a `UserError`."""
+    try:
+        return _read_run(path)
+    except PermissionError as error:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}; make it readable for yourself") from error
+
+
+def _read_run(path: Path) -> RunFiles:
     check_directory(path)
     if not (path / "run.json").is_file():
         if (path / "config.json").is_file() or (path / "metrics.jsonl").is_file():

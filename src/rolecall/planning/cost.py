@@ -4,9 +4,11 @@
     training      R = T (6 P epochs, 8 P with recomputation, + 2 P for each scoring pass + attention) / (N F u)
     decoding      one token of every answer that grows takes max((2 P + B c K) / (W w), 2 P B / (F u)) on one replica:
                   its weights and the cache (K bytes a token, c tokens) are read once, or its products take longer
-    generation    G = max(A / (replicas x B / decoding), longest x decoding of a nearly empty replica) + prefill
+    generation    G = max(crowd, longest); crowd = A / (replicas x B / decoding) + prefill, longest = its tokens x decoding of a nearly
+                  empty replica + prefill
     sync          S = 2 P / network
-    step          G + R + S in turn; max(G, R) + S with async.ahead of 1 or more
+    step          G + R + S in turn; max(crowd, longest / k, R) + S with async.ahead k, k steps being sampled side by side; in flight, where
+                  weights change inside answers and none is waited for, max(crowd, R) + S
     memory        16 P / N (weights, gradients, two moments, in float32) + 4 P / N (reference) + two layers gathered + activations
 
 T are the tokens trained on, A those sampled, N the GPUs that train, F their products per second and u the share of it that is
@@ -155,12 +157,12 @@ def slots(shape: Shape, device: Device, *, gpus: int, context: float) -> int:
     return max(1, int(free // (context * shape.cache_per_token)))
 
 
-def generate_seconds(shape: Shape, batch: Batch, device: Device, *, gpus: int, reached: Reached) -> float:
-    """G: from the first prompt to the last answer."""
+def generate_seconds(shape: Shape, batch: Batch, device: Device, *, gpus: int, reached: Reached) -> tuple[float, float]:
+    """(all answers at the rate of full replicas, the longest answer alone); a step's sampling takes the larger of the two."""
     full = batch.prompt + batch.longest
     each = replica_gpus(shape, device, context=full)
     if each is None or each > gpus:
-        return float("inf")
+        return float("inf"), float("inf")
     replicas = gpus // each
     growing = min(ceil(batch.answers / replicas), slots(shape, device, gpus=each, context=full))
     context = batch.prompt + batch.answer / 2
@@ -170,7 +172,7 @@ def generate_seconds(shape: Shape, batch: Batch, device: Device, *, gpus: int, r
     alone = batch.longest * decode_seconds(shape, device, growing=1, context=full / 2, **how)
     prompts = batch.answers / batch.same_prompt * batch.prompt
     prefill = prompts * 2 * shape.parameters / (replicas * each * device.flops * reached.products)
-    return max(crowded, alone) + prefill
+    return crowded + prefill, alone + prefill
 
 
 def sync_seconds(shape: Shape, *, network: float) -> float:
@@ -217,23 +219,39 @@ def trainer_memory(shape: Shape, batch: Batch, *, gpus: int, reference: bool, lo
 class Step:
     """Seconds of a step."""
 
-    generate: float
+    crowd: float
+    """All answers at the rate of full replicas."""
+    longest: float
+    """The longest answer alone."""
     train: float
     sync: float
 
-    def seconds(self, ahead: int) -> float:
-        """With sampling so many steps ahead of training."""
-        if ahead:
-            return max(self.generate, self.train) + self.sync
-        return self.generate + self.train + self.sync
+    @property
+    def generate(self) -> float:
+        """From the first prompt to the last answer."""
+        return max(self.crowd, self.longest)
+
+    def seconds(self, ahead: int | None) -> float:
+        """With sampling so many steps ahead of training; None: in flight."""
+        if ahead == 0:
+            return self.generate + self.train + self.sync
+        tail = 0.0 if ahead is None else self.longest / ahead
+        return max(self.crowd, tail, self.train) + self.sync
+
+    @property
+    def useful_ahead(self) -> int:
+        """The steps ahead, at most 8, beyond which the longest answer no longer holds up a step."""
+        return min(8, max(1, ceil(self.longest / max(self.crowd, self.train))))
 
 
 def step(
     shape: Shape, batch: Batch, device: Device, *, train: int, sample: int, network: float, reached: Reached
 ) -> Step:
     """A step on so many GPUs that train and that sample; with 0 to sample, the same GPUs do both in turn."""
+    crowd, longest = generate_seconds(shape, batch, device, gpus=sample or train, reached=reached)
     return Step(
-        generate=generate_seconds(shape, batch, device, gpus=sample or train, reached=reached),
+        crowd=crowd,
+        longest=longest,
         train=train_seconds(shape, batch, device, gpus=train, reached=reached),
         sync=sync_seconds(shape, network=network),
     )

@@ -1,4 +1,5 @@
-"""GPUs by name: what their makers say of them."""
+"""GPUs by name: what their makers say of them. `source` is the maker's sheet; docs/plan.md says which pages each number was compared
+with."""
 
 from dataclasses import dataclass
 

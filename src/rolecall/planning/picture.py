@@ -29,7 +29,7 @@ def svg(rows: Sequence[Simulated]) -> str:
         parts.append(f'<text x="{left + 15}" y="15">{labels[name]}</text>')
     for i, row in enumerate(rows):
         y, x = _ROW * (i + 1) + 6, float(_LEFT)
-        parts.append(f'<text x="8" y="{y + 12}">{row.workers} workers, {row.ahead} ahead</text>')
+        parts.append(f'<text x="8" y="{y + 12}">{row.workers} workers, {row.mode}</text>')
         for name, colour in _COLOURS.items():
             width = max(0.0, min(_LEFT + _BAR - x, getattr(row, name) * _BAR))
             parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 8}" fill="{colour}"/>')

@@ -93,7 +93,8 @@ class Simulated:
     """Means over steps."""
 
     workers: int
-    ahead: int
+    ahead: int | None
+    """Steps that sampling is ahead; None: in flight."""
     seconds: float
     """Of a step."""
     sampling: float
@@ -102,29 +103,40 @@ class Simulated:
     """The share that failures took."""
 
     @property
+    def mode(self) -> str:
+        """In words."""
+        return "in flight" if self.ahead is None else f"{self.ahead} ahead" if self.ahead else "in turn"
+
+    @property
     def idle(self) -> float:
         """The share in which slots waited: for the longest answers, or for the trainer."""
         return max(0.0, 1.0 - self.sampling - self.lost)
 
 
-def simulate(fleet: Fleet, workers: int, *, aheads: Sequence[int], steps: int, seed: int = 0) -> list[Simulated]:
-    """The same steps in a row, so many ahead of training."""
+def simulate(fleet: Fleet, workers: int, *, aheads: Sequence[int | None], steps: int, seed: int = 0) -> list[Simulated]:
+    """The same steps in a row, so many ahead of training; None: in flight, where no answer is waited for."""
     rng = random.Random(f"{seed}/{workers}")
     sampled = [generation(fleet, workers, rng) for _ in range(steps)]
     return [_in_a_row(fleet, workers, sampled, ahead) for ahead in aheads]
 
 
-def _in_a_row(fleet: Fleet, workers: int, sampled: Sequence[Generation], ahead: int) -> Simulated:
-    """Step s is sampled when the one before has been and version s - ahead is there. The first few are left out."""
-    steps = len(sampled)
-    sampling_ends, training_ends = 0.0, [0.0]  # training_ends[v]: when version v is there
+def _in_a_row(fleet: Fleet, workers: int, sampled: Sequence[Generation], ahead: int | None) -> Simulated:
+    """Step s is sampled when version s - ahead is there, beside at most ahead - 1 others; all slots together do no more than they
+    can. In flight only that counts. The first few are left out."""
+    steps, slots = len(sampled), workers * fleet.slots
+    done, sampling_ends, training_ends = (
+        0.0,
+        [0.0] * max(1, ahead or 1),
+        [0.0],
+    )  # training_ends[v]: when version v is there
     for number, one in enumerate(sampled):
-        begun = max(sampling_ends, training_ends[max(0, number - ahead)])
-        sampling_ends = begun + one.seconds
-        training_ends.append(max(sampling_ends, training_ends[-1]) + fleet.train_seconds)
-    first = min(ahead + 1, steps - 1)
+        begun = 0.0 if ahead is None else max(sampling_ends[-max(1, ahead)], training_ends[max(0, number - ahead)])
+        done = max(done, begun) + (one.useful + one.lost) / slots
+        sampling_ends.append(done if ahead is None else max(done, begun + one.seconds))
+        training_ends.append(max(sampling_ends[-1], training_ends[-1]) + fleet.train_seconds)
+    first = min((ahead or 0) + 1, steps - 1)
     seconds = (training_ends[-1] - training_ends[first]) / (steps - first)
-    counted, there = sampled[first:], workers * fleet.slots * seconds * (steps - first)
+    counted, there = sampled[first:], slots * seconds * (steps - first)
     return Simulated(
         workers=workers,
         ahead=ahead,

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from rolecall.policy.attend_ops import Segments, attend
 from rolecall.policy.families import unsupported
@@ -128,6 +128,12 @@ class FlatTrunk:
         """What attention is computed with off the CPU."""
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+
+    @property
+    def first_norm(self) -> nn.Parameter:
+        """The first weight after the embedding: its gradient comes through all layers."""
+        weight: nn.Parameter = self._decoder.layers[0].input_layernorm.weight
+        return weight
 
     def __call__(
         self, ids: Int[Tensor, "batch time"], needed: Bool[Tensor, "batch time"], *, dtype: torch.dtype

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -27,6 +26,7 @@ from rolecall.policy.load import (
 from rolecall.policy.pretrained import Attention, load_errors, read_pretrained
 from rolecall.policy.reading import Trunk
 from rolecall.policy.render import render
+from rolecall.policy.weight_files import write_files
 from rolecall.transfer import to_device
 
 _HEAD_KEY = "score.weight"
@@ -104,24 +104,24 @@ class ScalarModel(nn.Module):
         check_finite(model, where=str(directory))
         return model
 
-    def save(self, directory: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    def save(self, directory: str | Path | None) -> None:
         """Write config, trunk and head in safetensors, and the tokenizer with its template.
 
-        `weights` are those of `state_dict`, if the model's own lie in parts.
+        Of a model that lies in parts all ranks must ask; those without a directory only help to gather.
         """
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        config = copy.deepcopy(self.trunk.config)
-        config.architectures = [type(self.trunk).__name__.removesuffix("Model") + "ForSequenceClassification"]
-        config.num_labels = 1
-        config.use_cache = True
-        config.dtype = self.trunk.dtype
-        config.save_pretrained(directory)
-        prefix = self.trunk.base_model_prefix
-        held = self.state_dict() if weights is None else weights
+        place = None if directory is None else Path(directory)
+        if place is not None:
+            place.mkdir(parents=True, exist_ok=True)
+            config = copy.deepcopy(self.trunk.config)
+            config.architectures = [type(self.trunk).__name__.removesuffix("Model") + "ForSequenceClassification"]
+            config.num_labels = 1
+            config.use_cache = True
+            config.dtype = self.trunk.dtype
+            config.save_pretrained(place)
+            self.tokenizer.save_pretrained(place)
+        prefix, held = self.trunk.base_model_prefix, self.state_dict()
         named = {key.replace("trunk", prefix, 1): tensor for key, tensor in held.items() if key.startswith("trunk.")}
-        save_torch_state_dict({**named, _HEAD_KEY: held["head.weight"]}, directory)
-        self.tokenizer.save_pretrained(directory)
+        write_files({**named, _HEAD_KEY: held["head.weight"]}, place)
 
     def hidden(self, ids: Tensor) -> Tensor:
         """[batch, time, hidden]: the trunk's last hidden states."""

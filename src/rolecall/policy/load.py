@@ -23,6 +23,7 @@ from huggingface_hub import constants, try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rolecall.config.parts import LoadOptions
+from rolecall.policy import weight_files
 from rolecall.policy.gguf import read_gguf
 from rolecall.policy.headers import FormatError, check_config, check_safetensors
 from rolecall.policy.pretrained import (
@@ -137,9 +138,10 @@ def reading(options: LoadOptions) -> dict[str, Any]:
     return {"attention": options.attention, "trust_remote_code": options.trust_remote_code}
 
 
-def save(loaded: LoadedModel, directory: str | Path) -> None:
-    """Write the model and its tokenizer in Hugging Face layout, for any `from_pretrained` to read."""
-    save_model(loaded.model, directory)
+def save(loaded: LoadedModel, directory: str | Path, *, weights: dict[str, Any] | None = None) -> None:
+    """Write the model and its tokenizer in Hugging Face layout, for any `from_pretrained` to read; with `weights`, these in
+    place of its own."""
+    save_model(loaded.model, directory, weights)
     loaded.tokenizer.save_pretrained(directory)
 
 
@@ -149,12 +151,12 @@ def save_about(loaded: LoadedModel, directory: str | Path) -> None:
     loaded.tokenizer.save_pretrained(directory)
 
 
-def save_model(model: PreTrainedModel, directory: str | Path) -> None:
+def save_model(model: PreTrainedModel, directory: str | Path, weights: dict[str, Any] | None = None) -> None:
     """Write config and safetensors, with the cache on that training turns off: it is needed to generate."""
     model.config.use_cache = True
     try:
         with no_progress_bars():
-            model.save_pretrained(directory)
+            model.save_pretrained(directory, state_dict=weights, max_shard_size=weight_files.FILE_BYTES)
     finally:
         model.config.use_cache = False
 

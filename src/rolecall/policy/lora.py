@@ -22,6 +22,7 @@ from rolecall.policy.dropout import KeyedDropout
 from rolecall.policy.load import LoadedModel, LoadError, check_finite, make_trainable, save, stop_dropout
 from rolecall.policy.quantize import restore
 from rolecall.policy.sharded import gathered, in_parts
+from rolecall.policy.weight_files import files_hold, outline_of, write_files
 
 
 def add_adapter(
@@ -179,8 +180,7 @@ def assembled(loaded: LoadedModel, *, keep: bool = True) -> LoadedModel:
     if not keep:
         return loaded
     base = loaded.model.get_base_model() if has_adapter(loaded) else loaded.model
-    with torch.device("meta"):
-        model = getattr(type(base), "__wrapped__", type(base))(copy.deepcopy(base.config))
+    model = outline_of(base)
     model.to_empty(device="cpu")
     buffers = dict(base.named_buffers())
     for name, buffer in model.named_buffers():
@@ -192,6 +192,24 @@ def assembled(loaded: LoadedModel, *, keep: bool = True) -> LoadedModel:
     model.generation_config = base.generation_config
     make_trainable(model)
     return replace(loaded, model=model)
+
+
+def export_parts(loaded: LoadedModel, directory: Path | None) -> None:
+    """`export` of a model that lies in parts, adapter or not, gathered a file at a time; all ranks must ask, and the one with
+    a directory writes. Models whose tensors transformers converts when it saves them are put together there first."""
+    base = loaded.model.get_base_model() if has_adapter(loaded) else loaded.model
+    outline = outline_of(base).to(base.dtype)
+    names = files_hold(outline)
+    if names is None:
+        whole = assembled(loaded, keep=directory is not None)
+        if directory is not None:
+            save(whole, directory)
+        return
+    held = dict(base.named_buffers()) | merged_weights(loaded)
+    if directory is not None:
+        outline.generation_config = base.generation_config
+        save(replace(loaded, model=outline), directory, weights={})
+    write_files({name: held[name] for name in names}, directory)
 
 
 def export(loaded: LoadedModel, directory: str | Path) -> None:

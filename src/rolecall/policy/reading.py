@@ -9,7 +9,7 @@ tokens change the scores of earlier ones, is refused.
 import functools
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from typing import Any, NamedTuple
@@ -29,7 +29,12 @@ _SAME = {torch.bfloat16: 0.02, torch.float32: 1e-4, torch.float64: 1e-6}
 """How far two results that should be the same may be apart, as a share of their size."""
 
 _FLAT_BANDS = {torch.bfloat16: 0.1, torch.float32: 1e-3, torch.float64: 1e-5}
-"""How far the flat trunk and the model's own may be apart, as a share of the hidden states' size. bf16 rounds every layer in its own way."""
+"""How far the flat trunk and the model's own may be apart, as a share of the size of hidden states or gradients. bf16 rounds every layer
+in its own way."""
+
+
+_GRADIENT_TOKENS = 12
+"""Of a row, in the comparison of gradients."""
 
 
 class LogitMap(NamedTuple):
@@ -98,31 +103,54 @@ class Trunk:
         self._checked = True
         some = needed.any(dim=1).nonzero().flatten()[:16]  # enough rows to share prefixes
         ids, needed, dtype, device = ids[some], needed[some], self._dtype(), self._device()
-        own = self._own(ids, needed).float()
+
+        def fast(ids: Tensor, needed: Tensor) -> Tensor:
+            with torch.autocast(device.type, enabled=False):
+                return flat(ids, needed, dtype=dtype)
+
+        own, band = _both(self._own, ids, needed, flat.first_norm), _FLAT_BANDS[dtype]
+        torch.clear_autocast_cache()  # it may hold copies of weights that no gradient comes back from
         for name, varlen in ways(device, dtype):
             flat.varlen = varlen
             try:
-                with torch.autocast(device.type, enabled=False):
-                    error = float((flat(ids, needed, dtype=dtype).float() - own).norm() / own.norm())
+                found = _both(fast, ids, needed, flat.first_norm)
             except Exception as failed:  # a kernel that is not for this GPU, or not for heads of this width
                 if varlen is None:
                     raise
                 _log.warning("%s cannot be used here: %s", name, str(failed).strip().split("\n")[0])
                 continue
-            if error <= _FLAT_BANDS[dtype]:
+            error = {what: float((found[what] - own[what]).norm() / own[what].norm()) for what in own}
+            worst = max(error, key=lambda what: error[what])
+            if error[worst] <= band:
                 if device.type != "cpu":
                     _say(f"forward passes on {device}: no padding, shared prefixes once, attention by {name}")
                 return
             _log.warning(
-                "the fast forward pass%s differs from the model's own by %.2g of its hidden states (%s allows %.2g): "
-                "going on with %s",
+                "the fast forward pass%s differs from the model's own by %.2g of its %s (%s allows %.2g): going on with %s",
                 "" if varlen is None else f" with {name}",
-                error,
+                error[worst],
+                worst,
                 str(dtype).removeprefix("torch."),
-                _FLAT_BANDS[dtype],
+                band,
                 "the model's own, which is slower" if varlen is None else "another",
             )
         self._flat = None
+
+
+def _both(
+    forward: Callable[[Tensor, Tensor], Tensor], ids: Tensor, needed: Tensor, weight: nn.Parameter
+) -> dict[str, Tensor]:
+    """What two trunks are compared in: hidden states and, if it trains, the gradient of a weight below all attention. The
+    latter is of a few tokens: with a real batch it would take as much memory as a step."""
+    found = {"hidden states": forward(ids, needed).float()}
+    if weight.requires_grad:
+        ids, needed = ids[:4, :_GRADIENT_TOKENS], needed[:4, :_GRADIENT_TOKENS]
+        with torch.enable_grad():
+            hidden = forward(ids, torch.ones_like(needed)).float()
+            direction = torch.arange(hidden.numel(), device=hidden.device).sin().view_as(hidden)
+            (gradient,) = torch.autograd.grad((hidden * direction).sum(), weight)
+        found["gradients"] = gradient.float()
+    return found
 
 
 @functools.cache

@@ -9,14 +9,14 @@ for each.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rolecall.config.rl import AlgorithmOptions
 from rolecall.maths import advantages as adv
-from rolecall.maths import losses
+from rolecall.maths import credit, losses
 from rolecall.maths.kl import kl_estimate
 from rolecall.maths.reduce import masked_mean, masked_moments, masked_whiten
 from rolecall.maths.returns import discounted_returns, gae
@@ -58,12 +58,37 @@ class Algorithm:
 
 
 def grpo(o: AlgorithmOptions, coefficients: Coefficients, batch: Batch) -> Tensor:
-    """Shao et al. 2024: score minus the group mean, in standard deviations."""
+    """Shao et al. 2024: score minus the group mean, in standard deviations. Or turn by turn, as `credit` says."""
+    if o.credit != "episode":
+        return turn_credit(o, batch)
     scores, include = effective_score(o, batch), scored(batch)
     if o.scale == "batch":
         centred = adv.grpo(scores, batch.groups, scale=None, include=include)
         return centred / (spread(scores, include, coefficients) + 1e-4)
     return adv.grpo(scores, batch.groups, scale=None if o.scale == "none" else o.scale, include=include)
+
+
+def turn_credit(o: AlgorithmOptions, batch: Batch) -> Tensor:
+    """[batch, time] advantages that differ from turn to turn."""
+    scores, include, turns = required(batch.scores), scored(batch), required(batch.turns)
+    inside = steps(o, batch) & (turns >= 0)
+    if not bool(inside.any()):
+        return torch.zeros(inside.shape)
+    scores, scale = torch.where(include, scores, 0), None if o.scale == "none" else o.scale
+    given, there = credit.by_turn(required(batch.turn_rewards).double(), turns, inside)
+    rewards = credit.turn_rewards(scores, given, there)
+    if o.credit == "turns":
+        found = credit.turn_grpo(rewards, there, batch.groups, gamma=o.turn_gamma, scale=scale, include=include)
+    elif o.credit == "adca":
+        marks, _ = credit.by_turn(required(batch.turn_marks).double(), turns, inside)
+        found = credit.adca(
+            *(scores, batch.groups, marks, there), alpha=o.credit_weight, allocate=o.credit_allocate, include=include
+        )
+    else:
+        states, _ = credit.by_turn(required(batch.turn_states), turns, inside)
+        how = {"gamma": o.turn_gamma, "weight": o.credit_weight}
+        found = credit.gigpo(scores, batch.groups, rewards, states, there, scale=scale, include=include, **how)
+    return torch.where(trained(batch), credit.at_positions(found, turns, inside), 0)
 
 
 def rloo(o: AlgorithmOptions, coefficients: Coefficients, batch: Batch) -> Tensor:
@@ -156,6 +181,20 @@ def algorithm_of(o: AlgorithmOptions, coefficients: Coefficients) -> Algorithm:
         return terms | regularisers(o, coefficients, out, batch)
 
     return Algorithm(advantage=advantage, loss=loss)
+
+
+def boosted(loss: Loss, wider: Loss) -> Loss:
+    """A loss whose policy term is that of `wider`, with another upper clip, in rows whose behaviour read lessons. An upper
+    clip holds where the advantage is positive: this is AgentEvolver's selective boosting."""
+
+    def mixed(out: Outputs, batch: Batch) -> dict[str, Term]:
+        terms = dict(loss(out, batch))
+        if batch.guided is not None:
+            values = torch.where(batch.guided[:, None], wider(out, batch)["policy"].values, terms["policy"].values)
+            terms["policy"] = replace(terms["policy"], values=values)
+        return terms
+
+    return mixed
 
 
 def policy_loss(o: AlgorithmOptions, out: Outputs, batch: Batch) -> Tensor:

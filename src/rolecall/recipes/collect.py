@@ -56,6 +56,8 @@ class Collected:
     """Of episodes: all that the trajectory's agent read and said, its prompt first."""
     drawn: Resampled | None = None
     """With dynamic sampling: what it took."""
+    lessons: Sequence[Mapping[str, Any]] = ()
+    """What happened to the pool of lessons: lines for the run's directory."""
 
 
 class Collector(Protocol):
@@ -158,6 +160,7 @@ class Answers(OfRows):
     def _ask(self, rows: Mapping[int, int], step: int) -> list[Answered]:
         """The answers to rows, given by their prompts' numbers."""
         if not rows:
+            self.reward.score([], state=self._state)  # it may be sharded, and other ranks have rows
             return []
         o = self.options
         asker = Asker(

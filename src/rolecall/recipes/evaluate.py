@@ -186,7 +186,7 @@ class Evaluator(HeldOut):
         )
 
     def _score(self, reward: Reward, samples: Sequence[Sample]) -> list[float | None]:
-        found = [scored.total for scored in reward.score(samples, state=self.state)] if samples else []
+        found = [scored.total for scored in reward.score(samples, state=self.state)]  # all ranks ask: it may be sharded
         reward.take_metrics()  # so that what evaluations log and count is not mistaken for training's
         return found
 

@@ -98,8 +98,9 @@ class Guard:
         mask, bound = trained(batch), tripwires.ratio_bound(self.dtype)
         if batch.policy_versions is not None:
             mask = mask & (batch.policy_versions == self._version)[:, None]
-        if batch.replayed is not None:
-            mask = mask & ~batch.replayed[:, None]
+        for elsewhere in (batch.replayed, batch.guided):
+            if elsewhere is not None:
+                mask = mask & ~elsewhere[:, None]
         if batch.behaviour_logprobs is not None and self.options.sampled_now:
             band = tripwires.engine_band(self.dtype, self.engine_dtype)
             self._trip(tripwires.engine_mismatch(logprobs, batch.behaviour_logprobs, mask, band=band), rollout, first)

@@ -1,6 +1,7 @@
 """The numbers of an RL step, by TRL's names where it has one (docs/metrics.md), and the step in words."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -52,7 +53,8 @@ def measure_rollout(meter: Meter, rollout: Rollout, *, rule: TrainRule) -> None:
     meter.mean("untrainable", (~eligible.any(dim=1)).float())
     recomputed = rollout.batch.old_logprobs is not rollout.batch.behaviour_logprobs
     if recomputed and batch.old_logprobs is not None and batch.behaviour_logprobs is not None:
-        _mismatch(meter, batch.old_logprobs, batch.behaviour_logprobs, eligible)
+        alike = eligible if batch.guided is None else eligible & ~batch.guided[:, None]
+        _mismatch(meter, batch.old_logprobs, batch.behaviour_logprobs, alike)
     if batch.weights is not None:
         meter.mean("sampling/weight", batch.weights, trained(batch))
         meter.mean("sampling/weight_second", batch.weights.square(), trained(batch))
@@ -83,8 +85,15 @@ def measure_resampled(meter: Meter, drawn: Resampled) -> None:
     meter.mean("resample/reward", torch.full((drawn.scores,), mean))
 
 
-def measure_update(meter: Meter, steps: Sequence[MiniStep], o: AlgorithmOptions, *, engine_alike: bool) -> None:
-    """What the optimiser steps did. The first one of a fresh rollout has ratio 1.
+def measure_update(
+    meter: Meter,
+    steps: Sequence[MiniStep],
+    o: AlgorithmOptions,
+    *,
+    engine_alike: bool,
+    guided_high: float | None = None,
+) -> None:
+    """What the optimiser steps did. The first one of a fresh rollout has ratio 1. `guided_high`: upper clip of guided rows.
 
     With `engine_alike` the first step's outputs show how far trainer and engine are apart: not if old log-probs were
     recomputed, which show it already, and not if the step drops inputs.
@@ -92,6 +101,14 @@ def measure_update(meter: Meter, steps: Sequence[MiniStep], o: AlgorithmOptions,
     for mini in steps:
         batch, out = mini.batch, mini.result.outputs
         mask = trained(batch) if batch.replayed is None else trained(batch) & ~batch.replayed[:, None]
+        if batch.guided is not None:
+            _guided(
+                meter,
+                mini,
+                mask & batch.guided[:, None],
+                o if guided_high is None else replace(o, clip_high=guided_high),
+            )
+            mask = mask & ~batch.guided[:, None]
         meter.mean("entropy", out.entropy, mask)
         first = mini.epoch == mini.minibatch == 0
         if first and engine_alike and batch.behaviour_logprobs is not None:
@@ -105,6 +122,16 @@ def measure_update(meter: Meter, steps: Sequence[MiniStep], o: AlgorithmOptions,
         meter.mean("clip_ratio/low_mean", low.float(), mask)
         meter.mean("clip_ratio/high_mean", high.float(), mask)
         meter.mean("clip_ratio/region_mean", (low | high).float(), mask)
+
+
+def _guided(meter: Meter, mini: MiniStep, mask: Tensor, o: AlgorithmOptions) -> None:
+    """Rows whose behaviour read lessons: the ratio to it, whatever the loss takes it to, and where their upper clip holds."""
+    batch, new = mini.batch, mini.result.outputs.logprobs
+    rho = ratio(new, required(batch.behaviour_logprobs), mask)
+    meter.mean("lessons/ratio", rho, mask)
+    meter.largest("lessons/ratio_max", rho, mask)
+    old = new if batch.old_logprobs is None else batch.old_logprobs
+    meter.mean("lessons/clip_high", clipped(o, new, old, required(batch.advantages), mask)[1].float(), mask)
 
 
 def finish(found: dict[str, float]) -> dict[str, float]:

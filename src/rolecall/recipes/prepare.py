@@ -4,9 +4,10 @@ The samples of an episode whose context was cut are joined wherever a sequence c
 advantages) and split again; for all others joining does nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from rolecall.policy.load import LoadedModel
 from rolecall.policy.model import Against, Outputs, PolicyModel
 from rolecall.policy.sharded import is_sharded
 from rolecall.recipes.algorithms import Algorithm, Coefficients
+from rolecall.recipes.credit import turn_fields
 from rolecall.recipes.experience import compared, or_nan
 from rolecall.recipes.replay import start_weights
 from rolecall.train.reference import Reference
@@ -95,13 +97,18 @@ class Preparer:
         make: Callable[[Coefficients], Algorithm],
         *,
         baselines: Sequence[float | None] | None = None,
+        extras: Sequence[Mapping[str, Any]] = (),
     ) -> Prepared:
-        """`make` gives the algorithm once the coefficients are complete; `baselines` are scores of greedy answers."""
+        """`make` gives the algorithm once the coefficients are complete; `baselines` are scores of greedy answers, `extras` what
+        else is known of each trajectory."""
         joined = Joined(trajectories)
         batch, known = self._judged(trajectories, totals, joined, source, baselines)
+        if self.options.algorithm.credit != "episode":
+            batch = replace(batch, **turn_fields(trajectories, extras, joined, width=batch.ids.shape[1]))  # type: ignore[arg-type]
         eligible = self.rule.eligible(batch.roles)
         batch, exact = self._with_logprobs(batch, eligible, source, joined)
         batch, kl = self._with_reference(batch, eligible, known, exact, source)
+        batch = self._to_behaviour(batch)
         batch = self._with_rewards(batch, eligible, kl, joined, coefficients)
         cut_off = torch.tensor([t.finish.truncated for t in trajectories])
         if self.options.algorithm.bootstrap_truncated and self.module.has_values:
@@ -150,8 +157,10 @@ class Preparer:
         if baselines is not None:  # without its baseline an answer has nothing to be compared with
             batch = replace(batch, baselines=or_nan(baselines))
             scores = torch.where(or_nan(baselines).isnan(), torch.nan, scores)
+        if source.fresh and self.options.lessons.on:
+            batch = replace(batch, guided=torch.tensor([t.behaviour_prompt_ids is not None for t in trajectories]))
         include, known = ~scores.isnan(), torch.ones(batch.ids.shape, dtype=torch.bool)
-        if source.recorded:
+        if source.recorded or batch.guided is not None:
             batch, known = _recorded(batch, self.rule.eligible(batch.roles))
         flat = None
         if o.drop_flat or (source.fresh and self.options.replay.replace_flat):
@@ -212,6 +221,18 @@ class Preparer:
         assert now is not None
         assert batch.ref_logprobs is not None
         return batch, kl_estimate(now, batch.ref_logprobs, eligible & known, kind=self.options.algorithm.kl_estimator)
+
+    def _to_behaviour(self, batch: Batch) -> Batch:
+        """The ratio of samples whose behaviour read lessons is to the log-probs that it had; then it holds the weight, too."""
+        if batch.guided is None or self.options.lessons.ratio != "behaviour":
+            return batch
+        guided = batch.guided[:, None]
+        assert batch.old_logprobs is not None
+        assert batch.behaviour_logprobs is not None
+        old = torch.where(guided, batch.behaviour_logprobs, batch.old_logprobs)
+        return replace(
+            batch, old_logprobs=old, weights=None if batch.weights is None else torch.where(guided, 1, batch.weights)
+        )
 
     def _with_rewards(
         self, batch: Batch, eligible: Tensor, kl: Tensor | None, joined: Joined, coefficients: Coefficients

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rolecall.config.rl import RLOptions
 from rolecall.experience.batches import collate
+from rolecall.experience.mirror import Mirror
 from rolecall.experience.parquet import first_table
 from rolecall.experience.store import RolloutDetails, rollouts_file, write_rollouts
 from rolecall.experience.updates import MiniBatch, write_updates
@@ -47,15 +48,16 @@ class Records:
         model: Callable[[], str],
         tokenizer: str,
         pieces: Callable[[Sequence[int]], list[bytes]] | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         """`model()` is the fingerprint of the weights at this moment, such as `engine.hash`; `tokenizer` is one too.
 
-        `pieces(ids)` is what each token writes; without it the record holds ids alone.
+        `pieces(ids)` is what each token writes; without it the record holds ids alone. `mirror` copies the rollouts.
         """
         self.run, self.options, self.model, self.tokenizer = run, options, model, tokenizer
         self._spelt = None if pieces is None else _Spelt(pieces)
         self.rule = TrainRule(stop=options.algorithm.train_stop)
-        self._lost = 0
+        self._lost, self._mirror = 0, mirror
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="records")
         first_table()  # now, not in the first step
         self._writing: Future[None] | None = None
@@ -68,8 +70,10 @@ class Records:
             self._writing = self._aside.submit(self._write, step, last, path, self._rollouts(path, rollout))
 
     def updated(self, rollout: Rollout, steps: Sequence[MiniStep]) -> None:
-        """Write what every optimiser step did with every token."""
+        """Write what every optimiser step did with every token, and what became of the lessons."""
         self._finish()
+        for line in rollout.lessons:
+            self.run.lessons.append({"step": rollout.step + 1, **line})
         step, last = rollout.step + 1, self.options.save.updates
         if path := _path(self.run.updates, step, last):
             self._write(step, last, path, lambda: write_updates(path, self._updates(rollout, steps)))
@@ -92,9 +96,13 @@ class Records:
             self._lost += 1
             _log.warning("the record of step %d was not written, the run goes on: %s", step, error)
             return
+        mirror = self._mirror if path.parent == self.run.rollouts else None
+        if mirror is not None:
+            mirror.add(path.name)
         if last:
             try:
-                self.run.thin(path.parent, last=last, every=KEPT_EVERY)
+                spare = () if mirror is None else mirror.pending
+                self.run.thin(path.parent, last=last, every=KEPT_EVERY, spare=spare)
             except OSError as error:
                 _log.warning("old records in %s could not be removed, the run goes on: %s", path.parent, error)
 

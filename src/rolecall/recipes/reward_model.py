@@ -157,12 +157,11 @@ def centre(model: RewardModel, pairs: Iterable[Pair[Ids]], *, token_budget: int,
     return float(score_ids(model, [s for p in some for s in (p.chosen, p.rejected)], token_budget=token_budget).mean())
 
 
-def save_reward_model(
-    model: RewardModel, directory: str | Path, settings: RewardSettings, weights: Mapping[str, Tensor] | None = None
-) -> None:
-    """Write a directory that `RewardModelReward.load`, `Critic.load` and transformers read; `weights` as in `save`."""
-    model.save(directory, weights)
-    write_settings(directory, settings)
+def save_reward_model(model: RewardModel, directory: str | Path | None, settings: RewardSettings) -> None:
+    """Write a directory that `RewardModelReward.load`, `Critic.load` and transformers read; None as in `save`."""
+    model.save(directory)
+    if directory is not None:
+        write_settings(directory, settings)
 
 
 def write_checkpoint(

@@ -21,7 +21,7 @@ from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter, merged, merged_weights
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.sharded import in_parts
-from rolecall.recipes.algorithms import Algorithm, Coefficients, algorithm_of
+from rolecall.recipes.algorithms import Algorithm, Coefficients, algorithm_of, boosted
 from rolecall.recipes.collect import Answers, Collector
 from rolecall.recipes.experience import MiniStep, Rollout, Watch
 from rolecall.recipes.measure import finish, in_words, measure_resampled, measure_rollout, measure_update
@@ -130,7 +130,13 @@ class RLLearner:
         with self.timer.phase("score"):
             totals = [s.total for s in found.scored]
             ready = self.prepare(
-                found.trajectories, totals, source, self._coefficients(), self._algorithm, baselines=found.baselines
+                found.trajectories,
+                totals,
+                source,
+                self._coefficients(),
+                self._algorithm,
+                baselines=found.baselines,
+                extras=[s.extras for s in found.scored],
             )
         rollout = Rollout(
             **{f.name: getattr(found, f.name) for f in dataclasses.fields(found)},
@@ -171,7 +177,10 @@ class RLLearner:
         )
 
     def _algorithm(self, coefficients: Coefficients) -> Algorithm:
-        made = algorithm_of(self.options.algorithm, coefficients)
+        made, high = algorithm_of(self.options.algorithm, coefficients), self.options.lessons.clip_high
+        if high is not None:
+            wider = algorithm_of(dataclasses.replace(self.options.algorithm, clip_high=high), coefficients)
+            made = dataclasses.replace(made, loss=boosted(made.loss, wider.loss))
         return Algorithm(advantage=self._own_advantage or made.advantage, loss=self._own_loss or made.loss)
 
     # -- updating ------------------------------------------------------------------------------------------------
@@ -271,7 +280,7 @@ class RLLearner:
     def _measure(self, rollout: Rollout, steps: Sequence[MiniStep]) -> None:
         o = self.options.algorithm
         alike = self.options.old_source != "recompute" and not self.options.policy.lora_dropout
-        measure_update(self._meter, steps, o, engine_alike=alike)
+        measure_update(self._meter, steps, o, engine_alike=alike, guided_high=self.options.lessons.clip_high)
         if rollout.replay is not None:
             measure_replay(self._meter, rollout, steps, self.options.replay)
         made = [s.result for s in steps if s.result.terms]  # an optimiser step in which nothing trained has no terms

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from rolecall.errors import UserError
 from rolecall.types import Completion, Request, Sampling
 
 
@@ -21,6 +22,14 @@ class ServerRefusedError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+def lacks(path: str, start: str) -> UserError:
+    """A server without an endpoint that training needs; `start` says how to start one that has it."""
+    return UserError(
+        f"it has no {path}, which weights and tokens need; {start}, see docs/servers.md; as it is, `rolecall eval --model URL/v1` works, "
+        "and so do judges and players"
+    )
 
 
 def one_version(versions: Sequence[int]) -> int:
@@ -111,6 +120,8 @@ class Dialect(Protocol):
 
     uploads: bool
     """Whether weights can be sent to a server that does not see their directory."""
+    sign_of_life: str = "/health"
+    """What a server is asked, by GET, to see that it lives while it does something that takes long."""
     merges: bool = False
     """Whether it keeps weights aside, takes an adapter alone and merges it, and takes part in a broadcast."""
 

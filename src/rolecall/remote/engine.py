@@ -36,6 +36,7 @@ from rolecall.remote.ours import RolecallDialect
 from rolecall.remote.probe import Expected, Scorer, Scores, scored, scores_with, trainer_scores
 from rolecall.remote.rehearsal import disturbed, draw_requests, drawn_wrong
 from rolecall.remote.server import Server, StaleServerError, Wanted
+from rolecall.remote.sglang import SglangDialect
 from rolecall.remote.vllm import VllmDialect
 from rolecall.rollout.engine import (
     Engine,
@@ -53,7 +54,7 @@ from rolecall.types import Completion, Request, Sampling
 
 _log = logging.getLogger("rolecall.rollout")
 
-DIALECTS: tuple[Dialect, ...] = (RolecallDialect(), VllmDialect())
+DIALECTS: tuple[Dialect, ...] = (RolecallDialect(), VllmDialect(), SglangDialect())
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _FILE = "model.safetensors"
 _NOTED, _ADAPTERS = 64, 8
@@ -79,11 +80,13 @@ class ServerEngine(Engine):
         key: str | None,
         lora: LoadedModel | None = None,
         add: Callable[[str, float], None] = lambda name, value: None,
+        also_close: Callable[[], None] = lambda: None,
     ) -> None:
         """`policy` is the model that trains, an adapter merged; `tokenizer` its fingerprint; `scorer` as in `probe`, which
         computes in the dtype `trainer`; `plain` makes a plain model of the trainer's to try other weights with; `lora` is the
-        model that trains if it carries an adapter and is whole; `add` takes what is measured, by name."""
-        self.options, self.version, self._tell = options, -1, add
+        model that trains if it carries an adapter and is whole; `add` takes what is measured, by name; `also_close` is called at
+        the end."""
+        self.options, self.version, self._tell, self._also_close = options, -1, add, also_close
         self._measured: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
         self._shapes = {name: p.shape for name, p in policy.model.named_parameters()}
         vocabulary = int(policy.model.get_input_embeddings().num_embeddings)
@@ -148,10 +151,11 @@ class ServerEngine(Engine):
                 drawn = self._background.run(server.answer(asked, version=0, seconds=None))
             except (ServerLostError, StaleServerError) as error:
                 raise UserError(f"engine.servers {server.url}: {error}; start it again", exit_code=75) from error
-            if (off := drawn_wrong(drawn, logprobs)) is not None:
+            why = drawn_wrong(drawn, logprobs, band=self._expected.widest)
+            if why is not None:
                 raise UserError(
                     f"engine.servers {server.url} does not draw at temperature {sampling.scoring_temperature:g}, as it is "
-                    f"told: the log-probs of {len(drawn)} tokens that it drew are {off:+.1f} standard deviations off"
+                    f"told: {why}"
                 )
 
     def _rehearse_adapter(self) -> None:
@@ -295,6 +299,7 @@ class ServerEngine(Engine):
         """Give up the connections and remove what was published."""
         self._background.close()
         self._remove()
+        self._also_close()
 
 
 class _ServerFlight(Flight):

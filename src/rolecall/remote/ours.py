@@ -1,12 +1,16 @@
 """The dialect of `rolecall serve`: tokens, log-probs, supports and random numbers travel bit for bit."""
 
+import logging
 from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import rolecall
 from rolecall.errors import UserError
 from rolecall.remote.dialect import About, Call, Dialect, Published, ServerRefusedError, one_version
 from rolecall.types import Completion, Finish, Request, Sampling
+
+_log = logging.getLogger("rolecall.rollout")
 
 
 class RolecallDialect(Dialect):
@@ -31,6 +35,9 @@ class RolecallDialect(Dialect):
     async def about(self, call: Call) -> About:
         """What `/version` says."""
         said = await call("GET", "/version")
+        if said.get("version") != rolecall.__version__:
+            theirs, own = said.get("version"), rolecall.__version__
+            _log.warning("a server has rolecall %s, and this is %s: it is probed and used", theirs, own)
         try:
             return About(
                 software=f"rolecall {said['version']}",

@@ -1,17 +1,25 @@
-"""A model behind OpenAI's API, wherever it runs: text in, text out. Good enough to evaluate; nothing can be trained on it."""
+"""A model behind OpenAI's API, wherever it runs: text in, text out. Good enough to evaluate, to judge, to teach and to play against;
+none of its tokens can be trained."""
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+import logging
+import os
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from rolecall.config.use import KEY_VARIABLE
 from rolecall.errors import UserError
 from rolecall.remote.connection import Background, Connection
 from rolecall.remote.dialect import ServerLostError, ServerRefusedError
 from rolecall.types import Sampling
 
-_AT_ONCE = 16
+_log = logging.getLogger("rolecall")
+
+_AT_ONCE = 64
+"""Requests that a server is given at a time."""
 _TRIES = 5
 _SECONDS = 600.0
 
@@ -29,9 +37,11 @@ class TextAnswer:
 class PlainServer:
     """Prompts of plain text are completed, conversations answered."""
 
-    def __init__(self, url: str, *, model: str | None, key: str | None) -> None:
-        """`model` may be left out where the server has but one. A `UserError` if there is no such server or model."""
-        self.url, self._background = url.rstrip("/"), Background()
+    def __init__(self, url: str, *, model: str | None = None) -> None:
+        """`model` may be left out where the server has but one. The key is in the environment. A `UserError` if there is no such
+        server or model."""
+        self.url, self._background, self._room = url.rstrip("/"), Background(), asyncio.Semaphore(_AT_ONCE)
+        key = os.environ.get(KEY_VARIABLE) or os.environ.get("OPENAI_API_KEY")
         self._call = Connection(self.url, key=key, deadline=_SECONDS, proxies=True)
         self._background.connections.append(self._call)
         try:
@@ -50,21 +60,49 @@ class PlainServer:
         return model or found[0]
 
     def answers(
-        self, prompts: Sequence[Any], sampling: Sampling, *, n: int, seed: int, template: Mapping[str, Any]
+        self,
+        prompts: Sequence[Any],
+        sampling: Sampling,
+        *,
+        n: int,
+        seed: int,
+        template: Mapping[str, Any],
+        lenient: bool = False,
     ) -> list[list[TextAnswer]]:
-        """n answers to each prompt, a text or messages; `template` is what a chat template is told."""
-        return self._background.run(self._all(prompts, sampling, n, seed, template))
+        """n answers to each prompt, a text or messages; `template` is what a chat template is told. `lenient`: none where the server
+        failed, which is a warning, unless it failed every time."""
+        asked = [self.ask(p, sampling, n=n, seed=_seed(seed, i), template=template) for i, p in enumerate(prompts)]
+        return self._background.run(_all(asked, lenient=lenient))
 
-    async def _all(
-        self, prompts: Sequence[Any], sampling: Sampling, n: int, seed: int, template: Mapping[str, Any]
-    ) -> list[list[TextAnswer]]:
-        room = asyncio.Semaphore(_AT_ONCE)
+    def begin(self, prompt: Any, sampling: Sampling, *, seed: int, seconds: float) -> "Future[TextAnswer]":
+        """Ask for one answer, and do not wait for it: at most so many seconds from when the server is asked."""
 
-        async def one(number: int, prompt: Any) -> list[TextAnswer]:
-            async with room:
-                return await self._answer(prompt, _body(sampling, n, _seed(seed, number)), template)
+        async def one() -> TextAnswer:
+            (answer,) = await self.ask(prompt, sampling, n=1, seed=seed, seconds=seconds)
+            return answer
 
-        return list(await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts))))
+        return asyncio.run_coroutine_threadsafe(one(), self._background.loop)
+
+    async def ask(
+        self,
+        prompt: Any,
+        sampling: Sampling,
+        *,
+        n: int,
+        seed: int,
+        template: Mapping[str, Any] | None = None,
+        seconds: float | None = None,
+    ) -> list[TextAnswer]:
+        """n answers to a prompt, when the server has room. A `UserError` says why there are none."""
+        async with self._room:
+            try:
+                async with asyncio.timeout(seconds):
+                    return await self._answer(prompt, _body(sampling, n, seed), template or {})
+            except TimeoutError as error:
+                raise UserError(f"{self.url}: no answer within {seconds:g} s") from error
+            except (KeyError, TypeError, IndexError, AttributeError) as error:
+                why = f"its answer cannot be read ({type(error).__name__}: {error})"
+                raise UserError(f"{self.url}: {why}", exit_code=1) from error
 
     async def _answer(self, prompt: Any, body: dict[str, Any], template: Mapping[str, Any]) -> list[TextAnswer]:
         chat = not isinstance(prompt, str)
@@ -106,6 +144,18 @@ class PlainServer:
     def close(self) -> None:
         """Give up the connections."""
         self._background.close()
+
+
+async def _all(asked: Sequence[Coroutine[Any, Any, list[TextAnswer]]], *, lenient: bool) -> list[list[TextAnswer]]:
+    if not lenient:
+        return list(await asyncio.gather(*asked))
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    failed = [error for error in found if isinstance(error, BaseException)]
+    if failed and (len(failed) == len(found) or not isinstance(failed[0], UserError)):
+        raise failed[0]
+    if failed:
+        _log.warning("%d of %d prompts have no answer: %s", len(failed), len(found), failed[0])
+    return [[] if isinstance(answers, BaseException) else answers for answers in found]
 
 
 def _meaning(error: ServerRefusedError) -> str:

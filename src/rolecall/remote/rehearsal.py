@@ -63,18 +63,24 @@ def draw_requests(
     return asked, torch.stack([found[i] for i in best])
 
 
-def drawn_wrong(drawn: Sequence[Completion], logprobs: Tensor) -> float | None:
-    """How many standard deviations the mean log-prob of the drawn tokens is from what it must be; None if it may be chance.
+def drawn_wrong(drawn: Sequence[Completion], logprobs: Tensor, *, band: float) -> str | None:
+    """What shows that the tokens were not drawn with these log-probs; None if it may be chance.
 
-    log p of a token is what tells one temperature from another best: it is the sufficient statistic of the family.
+    log p of a token is what tells one temperature from another best: it is the sufficient statistic of the family. What the
+    server says of its tokens must be that too, within the `band` of a mean |difference|.
     """
-    total, mean, variance = 0.0, 0.0, 0.0
+    total, mean, variance, gap = 0.0, 0.0, 0.0, 0.0
     for completion in drawn:
         expected, spread = _moments(logprobs[completion.prompt])
-        total += float(logprobs[completion.prompt, completion.ids[0]])
-        mean, variance = mean + float(expected), variance + float(spread)
+        logprob = float(logprobs[completion.prompt, completion.ids[0]])
+        gap += abs(completion.behaviour_logprobs[0] - logprob) / len(drawn)
+        total, mean, variance = total + logprob, mean + float(expected), variance + float(spread)
     off = (total - mean) / max(variance, 1e-12) ** 0.5
-    return off if abs(off) > _DEVIATIONS else None
+    if abs(off) > _DEVIATIONS:
+        return f"the log-probs of {len(drawn)} tokens that it drew are {off:+.1f} standard deviations off"
+    if not gap <= band:
+        return f"the log-probs that it gives for its tokens are {gap:.3g} from those of that temperature, {band:.1g} are allowed"
+    return None
 
 
 def _next(policy: LoadedModel, ids: Sequence[int], temperature: float) -> Tensor:

@@ -100,10 +100,7 @@ class Server:
 
     async def answer(self, requests: Sequence[Request], *, version: int, seconds: float | None) -> list[Completion]:
         """The answers by weights of this version, as many as were asked for."""
-        try:
-            found = await self._alive(self.dialect.generate(self.call, requests, seconds=seconds))
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise ServerLostError(f"its answer cannot be read ({type(error).__name__}: {error})") from error
+        found = await self._alive(self.dialect.generate(self.call, requests, seconds=seconds))
         asked = [(r.prompt, r.first_sample + i) for r in requests for i in range(r.n)]
         if [(c.prompt, c.sample) for c in found] != asked:
             raise ServerLostError("it answered other requests than those it was asked")
@@ -136,8 +133,9 @@ class Server:
         self.ready = True
 
     async def _try(self, published: Published, expected: Expected) -> str | None:
-        """Sync once; what is wrong then, None if nothing is."""
-        await self._alive(self.dialect.pause(self.call))
+        """Sync once; what is wrong then, None if nothing is. After a broadcast to all it is as its dialect's `load` left it."""
+        if self._took is None or self._took[0] is not published:
+            await self._alive(self.dialect.pause(self.call))
         why = await self._load(published, expected)
         await self._alive(self.dialect.resume(self.call))
         return why or await self._draw(published, expected)
@@ -261,12 +259,16 @@ class Server:
                 if done:
                     return task.result()
                 await self._beat()
+        except UserError:
+            raise
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise ServerLostError(f"its answer cannot be read ({type(error).__name__}: {error})") from error
         finally:
             task.cancel()
 
     async def _beat(self) -> None:
         try:
-            await self.call("GET", "/health", seconds=self.silence)
+            await self.call("GET", self.dialect.sign_of_life, seconds=self.silence)
         except ServerRefusedError as error:
             raise ServerLostError(str(error)) from error
 
@@ -290,4 +292,6 @@ def refusal(error: ServerRefusedError) -> str:
     """What a refusal means for the user."""
     if error.status in (401, 403):
         return f"{error}; give the server's key in the environment variable ROLECALL_SERVER_KEY"
+    if error.status in (404, 405):
+        return f"it answers {error.status}: {error}; as it is, it can be evaluated (`rolecall eval --model URL/v1`), not trained with"
     return f"it answers {error.status}: {error}"

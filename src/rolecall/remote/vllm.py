@@ -23,6 +23,7 @@ from rolecall.remote.dialect import (
     Published,
     ServerLostError,
     ServerRefusedError,
+    lacks,
     one_version,
 )
 from rolecall.types import Completion, Finish, Request, Sampling
@@ -207,7 +208,7 @@ async def _endpoint(call: Call, method: str, path: str, body: Mapping[str, Any] 
     except ServerRefusedError as error:
         if error.status not in (404, 405):
             raise
-        raise UserError(f"it has no {path}, which weights and tokens need; {_START}, or see docs/vllm.md") from error
+        raise lacks(path, _START) from error
 
 
 def seed_of(request: Request) -> int:

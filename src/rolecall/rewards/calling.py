@@ -222,7 +222,9 @@ def _value(reward: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Something JSON can carry: numbers and texts as they are, the rest as text."""
+    """Something JSON can carry: numbers, texts and lists of them as they are, the rest as text."""
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return float(value) if hasattr(type(value), "__float__") else f"{value!r:.1000}"

@@ -5,7 +5,6 @@ renders them as it did when it was trained. It runs in the process that trains, 
 """
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from math import isfinite
@@ -21,15 +20,10 @@ from rolecall.policy.load import Dtype, LoadError
 from rolecall.policy.packing import micro_batches, right_padded
 from rolecall.policy.row_template import template_kwargs
 from rolecall.policy.sharded import rounds
-from rolecall.rewards.records import Messages, Sample, Scored
-
-logger = logging.getLogger("rolecall.rewards")
+from rolecall.rewards.records import Messages, Sample, Scored, report_failures
 
 SETTINGS_FILE = "reward_model.json"
 """In the model's directory, beside `config.json`. A reward model made elsewhere has none."""
-
-_NAMED_FAILURES = 5
-"""So many failures per call are named one by one in the log; the rest are counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +154,7 @@ class RewardModelReward:
             self._scored(sample, ids if isinstance(ids, str) else next(scores))
             for sample, ids in zip(samples, encoded, strict=True)
         ]
-        self._tell([s.failure for s in scored if s.failure is not None])
+        self._failed += report_failures(self.name, scored)
         return scored
 
     def take_metrics(self) -> dict[str, float]:
@@ -187,10 +181,3 @@ class RewardModelReward:
         why = score if isinstance(score, str) else f"its score is {score}, which {out_of_range(self.weight * score)}"
         failure = f"reward `{self.name}` failed on {sample.place}: {why}"
         return Scored(scores={self.name: None}, total=None, failure=failure)
-
-    def _tell(self, failures: Sequence[str]) -> None:
-        self._failed += len(failures)
-        for failure in failures[:_NAMED_FAILURES]:
-            logger.warning("%s", failure)
-        if len(failures) > _NAMED_FAILURES:
-            logger.warning("reward `%s` failed on %d more samples", self.name, len(failures) - _NAMED_FAILURES)

@@ -3,7 +3,8 @@
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import fsum
 from typing import Any
 
@@ -12,7 +13,9 @@ from rolecall.rewards.calling import no_column
 from rolecall.rewards.records import RewardError, Sample, Scored, trainer_state
 from rolecall.rewards.round import Job, Round
 from rolecall.rewards.sources import ANSWER_COLUMNS, BUILT_IN, Named, Source, pack
+from rolecall.workers.hosts import Host
 from rolecall.workers.pool import Broken, WorkerPool
+from rolecall.workers.process import Worker
 from rolecall.workers.walls import Walls
 
 logger = logging.getLogger("rolecall.rewards")
@@ -42,6 +45,7 @@ class RewardPool(WorkerPool):
         network: bool = False,
         variables: Sequence[str] = (),
         say_after_s: float = 30.0,
+        hosts: Sequence[Host] = (),
     ) -> None:
         packed = pack(functions)
         self.names = tuple(p.name for p in packed)
@@ -63,6 +67,7 @@ class RewardPool(WorkerPool):
                 variables=tuple(variables),
                 options=("reward_network", "reward_variables"),
             ),
+            hosts=hosts,
         )
         self.styles: tuple[str, ...] = tuple(self.ready["styles"])
         self._columns: tuple[tuple[str, ...], ...] = tuple(map(tuple, self.ready["columns"]))
@@ -76,40 +81,21 @@ class RewardPool(WorkerPool):
 
     def score(self, samples: Sequence[Sample], *, state: Mapping[str, Any] | None = None) -> list[Scored]:
         """One result per sample, in order. `state` is what functions see as `trainer_state`; what it leaves out is 0."""
-        if self.closed:
-            raise RewardError("this reward pool is closed; make a new one")
-        if not samples:
-            return []
-        if not self._checked:
-            self._check_wanted(tuple(dict.fromkeys(name for sample in samples for name in sample.row)))
         with self._lock:
-            whole = {**trainer_state(), **(state or {})}
-            this = Round(samples, styles=self.styles, workers=len(self.workers), state=whole)
+            scoring = Scoring(self, state)
+            scoring.add(dict(enumerate(samples)))
+            return scoring.finish()
 
-            def heard(job: Job, said: dict[str, Any] | Broken) -> None:
-                if isinstance(said, Broken):
-                    this.broke(job, said.how, said.why)
-                else:
-                    this.heard(job, said, name=self.names[job.function])
-
-            def waiting(job: Job, seconds: float) -> None:
-                name, on = self.names[job.function], this.current(job)
-                logger.warning("reward `%s` has been waiting %.0f s on %s", name, seconds, on)
-
+    @contextmanager
+    def scoring(self, state: Mapping[str, Any]) -> "Iterator[Scoring]":
+        """Score samples as they come; until the end of the block nothing else is scored here."""
+        with self._lock:
+            scoring = Scoring(self, state)
             try:
-                self.run(
-                    [this.queue] * len(self.workers),
-                    pack=lambda job, worker: this.payload(job),
-                    heard=heard,
-                    waiting=waiting,
-                    say_after_s=self.say_after_s,
-                    progress=lambda: self.advance(this.known, len(samples) * len(self.names), "rewards"),
-                )
-            except RewardError as error:  # the run was under way: not a mistake of the command line
-                error.exit_code = 1 if error.exit_code == 2 else error.exit_code
-                raise
-            this.settle()
-            return self._collect(this, samples)
+                yield scoring
+            finally:
+                for worker in self._busy:  # after an error or Ctrl-C, nobody waits for what they do
+                    self._replace(worker)
 
     def check_columns(self, columns: Sequence[str]) -> None:
         """Refuse rows of which none has a column that some function cannot do without."""
@@ -148,7 +134,8 @@ class RewardPool(WorkerPool):
         self._failed = dict.fromkeys(self.names, 0)
         return taken
 
-    def _collect(self, this: Round, samples: Sequence[Sample]) -> list[Scored]:
+    def _collect(self, this: Round) -> list[Scored]:
+        samples = this.samples
         for _, metrics in sorted(this.metrics.items()):
             for name, value in metrics:
                 self._logged[name].append(value)
@@ -164,7 +151,7 @@ class RewardPool(WorkerPool):
                 logger.warning(
                     "reward `%s` gave None for all of %d samples: is its answer column there?", name, len(samples)
                 )
-        return [self._scored(this, index, sample) for index, sample in enumerate(samples)]
+        return [self._scored(this, index, sample) for index, sample in sorted(samples.items())]
 
     def _scored(self, this: Round, index: int, sample: Sample) -> Scored:
         scores = {name: this.values[function].get(index) for function, name in enumerate(self.names)}
@@ -184,3 +171,74 @@ class RewardPool(WorkerPool):
             failure="; ".join(failed) or None,
             extras=this.extras[index],
         )
+
+
+class Scoring:
+    """Samples that are scored while more of them come: by functions that take one answer at once, by those that take all of
+    them together in the end. The scores are those of one call of `RewardPool.score`."""
+
+    def __init__(self, pool: RewardPool, state: Mapping[str, Any] | None) -> None:
+        if pool.closed:
+            raise RewardError("this reward pool is closed; make a new one")
+        self._pool = pool
+        whole = {**trainer_state(), **(state or {})}
+        self._round = Round(styles=pool.styles, workers=len(pool.workers), state=whole)
+
+    def add(self, samples: Mapping[int, Sample]) -> None:
+        """More samples, by their numbers. Does not wait for their scores."""
+        if samples and not self._pool._checked:
+            columns = dict.fromkeys(name for sample in samples.values() for name in sample.row)
+            self._pool._check_wanted(tuple(columns))
+        self._round.add(samples)
+
+    def poll(self) -> None:
+        """Give workers what waits and hear what they have done; returns at once."""
+        pool, this = self._pool, self._round
+        if this.finished:
+            return
+        with _run_under_way():
+            for worker in list(pool.workers):
+                pool._give(worker, this.queue, self._packed, self._heard)
+            pool._hear(self._heard, 0.0)
+
+    def finish(self) -> list[Scored]:
+        """One result per sample, in the order of their numbers."""
+        pool, this = self._pool, self._round
+        if not this.samples:
+            return []
+        this.close()
+
+        def waiting(job: Job, seconds: float) -> None:
+            name, on = pool.names[job.function], this.current(job)
+            logger.warning("reward `%s` has been waiting %.0f s on %s", name, seconds, on)
+
+        with _run_under_way():
+            pool.run(
+                [this.queue] * len(pool.workers),
+                pack=self._packed,
+                heard=self._heard,
+                waiting=waiting,
+                say_after_s=pool.say_after_s,
+                progress=lambda: pool.advance(this.known, len(this.samples) * len(pool.names), "rewards"),
+            )
+        this.settle()
+        return pool._collect(this)
+
+    def _packed(self, job: Job, worker: Worker) -> bytes:
+        return self._round.payload(job)
+
+    def _heard(self, job: Job, said: dict[str, Any] | Broken) -> None:
+        if isinstance(said, Broken):
+            self._round.broke(job, said.how, said.why)
+        else:
+            self._round.heard(job, said, name=self._pool.names[job.function])
+
+
+@contextmanager
+def _run_under_way() -> Iterator[None]:
+    """What goes wrong now is no mistake of the command line."""
+    try:
+        yield
+    except RewardError as error:
+        error.exit_code = 1 if error.exit_code == 2 else error.exit_code
+        raise

@@ -1,5 +1,6 @@
 """What a reward gets and gives."""
 
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,12 @@ from typing import Any, NoReturn, Protocol
 
 from rolecall.errors import UserError
 
+logger = logging.getLogger("rolecall.rewards")
+
 Messages = Sequence[Mapping[str, Any]]
+
+_NAMED_FAILURES = 5
+"""So many failures per call are named one by one in the log; the rest are counted."""
 
 
 class RewardError(UserError):
@@ -116,8 +122,18 @@ def why_unscored(scored: Sequence[Scored], place: Callable[[int], str]) -> str |
     return f"the reward {names} gave None for every answer, the first one to {place(0)}"
 
 
+def report_failures(name: str, scored: Sequence[Scored]) -> int:
+    """Name the first failures of a reward in the log; how many there are."""
+    failures = [s.failure for s in scored if s.failure is not None]
+    for failure in failures[:_NAMED_FAILURES]:
+        logger.warning("%s", failure)
+    if len(failures) > _NAMED_FAILURES:
+        logger.warning("reward `%s` failed on %d more samples", name, len(failures) - _NAMED_FAILURES)
+    return len(failures)
+
+
 class Reward(Protocol):
-    """What the training loop calls: reward functions in workers, or a reward model."""
+    """What the training loop calls: reward functions in workers, a reward model, a judge, or several of these."""
 
     @property
     def names(self) -> tuple[str, ...]:

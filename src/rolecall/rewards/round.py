@@ -1,4 +1,4 @@
-"""One call of `RewardPool.score`: what is still to be tried, and what is known of each sample.
+"""The samples that are scored together: what is still to be tried, and what is known of each.
 
 Pure bookkeeping, without processes or clocks; `pool` tells it what was heard and what broke.
 """
@@ -32,26 +32,38 @@ class Job:
 
 
 class Round:
-    """The state of one `score` call. Values, failures and extras are by function and sample number."""
+    """Values, failures and extras are by function and sample number. Functions that take one answer are called with each as it
+    comes (`add`), those that take all when all are there (`close`)."""
 
-    def __init__(
-        self, samples: Sequence[Sample], *, styles: Sequence[str], workers: int, state: Mapping[str, Any]
-    ) -> None:
-        self._samples, self._styles, self._state = samples, styles, state
+    def __init__(self, *, styles: Sequence[str], workers: int, state: Mapping[str, Any]) -> None:
+        self.samples: dict[int, Sample] = {}
+        self._styles, self._workers, self._state = styles, workers, state
         self.values: list[dict[int, float | None]] = [{} for _ in styles]
         self.failures: list[dict[int, str]] = [{} for _ in styles]
-        self.extras: list[dict[str, Any]] = [{} for _ in samples]
+        self.extras: dict[int, dict[str, Any]] = {}
         self.metrics: dict[tuple[int, tuple[int, ...]], list[tuple[str, float]]] = {}
         self._open = 0
         self._retried: set[tuple[int, int]] = set()
         self._alone_left = [0] * len(styles)
         self._hung = [0] * len(styles)
         self.queue: deque[Job] = deque()
-        everything = tuple(range(len(samples)))
-        for function, style in enumerate(styles):
-            size = len(samples) if style == "batch" else min(64, -(-len(samples) // (4 * workers)))
-            for start in range(0, len(samples), size):
-                self._add(Job(function=function, samples=everything[start : start + size]))
+
+    def add(self, samples: Mapping[int, Sample]) -> None:
+        """More samples, by their numbers."""
+        self.samples |= samples
+        self.extras |= {index: {} for index in samples}
+        new = tuple(sorted(samples))
+        size = max(1, min(64, -(-len(new) // (4 * self._workers))))
+        for function, style in enumerate(self._styles):
+            for start in range(0, len(new) if style != "batch" else 0, size):
+                self._add(Job(function=function, samples=new[start : start + size]))
+
+    def close(self) -> None:
+        """There are no more samples. Functions that take all of them get them in the order of their numbers."""
+        everything = tuple(sorted(self.samples))
+        for function, style in enumerate(self._styles):
+            if style == "batch" and everything:
+                self._add(Job(function=function, samples=everything))
 
     @property
     def finished(self) -> bool:
@@ -65,7 +77,7 @@ class Round:
 
     def payload(self, job: Job) -> bytes:
         """What the worker gets."""
-        chosen = [self._samples[index] for index in job.samples]
+        chosen = [self.samples[index] for index in job.samples]
         environments = [sample.environment for sample in chosen]
         answers = {
             "prompts": [sample.prompt for sample in chosen],
@@ -87,7 +99,7 @@ class Round:
         """What a job is busy with, for messages."""
         if self._styles[job.function] == "batch" and len(job.samples) > 1:
             return f"{len(job.samples)} samples"
-        return self._samples[job.samples[min(job.reported, len(job.samples) - 1)]].place
+        return self.samples[job.samples[min(job.reported, len(job.samples) - 1)]].place
 
     def heard(self, job: Job, message: Mapping[str, Any], *, name: str) -> None:
         """A worker's message about this job."""
@@ -114,7 +126,7 @@ class Round:
     def settle(self) -> None:
         """At the end: a sample that nobody spoke of has failed, it is not "not applicable"."""
         for function, values in enumerate(self.values):
-            for index in range(len(self._samples)):
+            for index in sorted(self.samples):
                 if index not in values and index not in self.failures[function]:
                     self._fail(function, index, "its worker process never answered")
 
@@ -136,7 +148,7 @@ class Round:
     def _rest_again(self, function: int) -> None:
         """All were tried alone: the good ones are scored together, as a function that compares answers expects."""
         good = tuple(sorted(self.values[function]))
-        if 1 < len(good) < len(self._samples):
+        if 1 < len(good) < len(self.samples):
             self._add(Job(function=function, samples=good, stage="again"))
 
     def _batch_scored(self, job: Job, message: Mapping[str, Any], name: str) -> None:

@@ -65,10 +65,10 @@ def pack(functions: Source | Sequence[Source | Named] | Mapping[str, Source]) ->
         if isinstance(source, str) and given.count(source) > 1:
             raise RewardError(f"reward {source!r} is given twice; keep one")
     packed = [_pack_one(g.source, g.name) if isinstance(g, Named) else _pack_one(g, None) for g in given]
-    return tuple(replace(p, name=name) for p, name in zip(packed, _distinct([p.name for p in packed]), strict=True))
+    return tuple(replace(p, name=name) for p, name in zip(packed, distinct([p.name for p in packed]), strict=True))
 
 
-def _distinct(names: Sequence[str]) -> list[str]:
+def distinct(names: Sequence[str]) -> list[str]:
     """Names that occur several times get numbers: f, g, f become f_1, g, f_2."""
     found: list[str] = []
     for name in names:

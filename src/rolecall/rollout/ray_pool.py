@@ -8,9 +8,10 @@ others go on without it.
 import importlib.metadata
 import logging
 import os
-import socket
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,12 +31,14 @@ from rolecall.rollout.engine import weights_hash
 from rolecall.rollout.units import CLOSING_S, Asked, Heard, UnitPool
 from rolecall.rollout.worker import Sampler, Setup, Unit, pack
 from rolecall.workers.pool import Broken
+from rolecall.workers.ray_cluster import check_resources, connected, in_words
 
 _log = logging.getLogger("rolecall.rollout")
 
 _PLACE_S = 120.0
 """How long there may be no worker that is ready before the pool gives up."""
-_CONNECT_S = 5.0
+_SLOWEST = 50e6
+"""Bytes per second below which the object store is too slow."""
 
 
 class EngineActor:
@@ -98,10 +101,11 @@ class RayPool(UnitPool):
     ) -> None:
         """As `EnginePool`. Connects to the cluster that the environment variable RAY_ADDRESS names, or starts one here."""
         super().__init__(loaded, options, dtype=how["dtype"] or loaded.model.dtype, add=add)
-        self._ray, self._own = _connected(options)
+        self._ray, self._own = connected(cpus=options.workers * options.worker_threads)
         self._places: list[_Place] = []
         try:
-            _check_resources(self._ray, options)
+            needs = {"CPU": float(options.worker_threads)}
+            check_resources(self._ray, options.workers, needs, what="rollout workers", option="engine.workers")
             setup = Setup(model="", how=reads, engine=how, threads=options.worker_threads, beat=0.0)
             with tempfile.TemporaryDirectory() as place:
                 save(loaded, Path(place))
@@ -142,14 +146,31 @@ class RayPool(UnitPool):
             held, self.dtype
         )  # in a list, or Ray would send it with each unit
 
-    def _put(self, content: Any) -> Any:
+    def _put(self, content: Mapping[str, bytes] | bytes) -> Any:
+        size = len(content) if isinstance(content, bytes) else sum(map(len, content.values()))
+        seconds = self.options.worker_silence + size / _SLOWEST
+        done: Future[Any] = Future()
+
+        def put() -> None:
+            try:
+                done.set_result(self._ray.put(content))
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=put, daemon=True).start()
+        full = self._ray.exceptions
         try:
-            return self._ray.put(content)
-        except self._ray.exceptions.ObjectStoreFullError as error:
-            raise UserError(
-                "Ray's object store has no room for the weights; start the cluster with a larger --object-store-memory",
-                exit_code=75,
-            ) from error
+            return done.result(seconds)
+        except (full.ObjectStoreFullError, full.OutOfDiskError) as error:
+            why = "has no room for"
+            cause: BaseException = error
+        except TimeoutError as error:
+            why, cause = f"did not within {seconds:.0f} s take", error
+        raise UserError(
+            f"Ray's object store {why} the model's {size / 1e6:,.0f} MB: start the cluster with a larger --object-store-memory and "
+            "room on its disk, then resume",
+            exit_code=75,
+        ) from cause
 
     def _placed(self) -> _Place:
         actor = self._actor.remote(self._files, self._setup)
@@ -177,7 +198,7 @@ class RayPool(UnitPool):
             except UserError:
                 raise
             except self._ray.exceptions.RayError as error:
-                self._broke(place, Broken(how="crash", why=_in_words(error)), heard)
+                self._broke(place, Broken(how="crash", why=in_words(error)), heard)
             except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):
                 self._broke(place, Broken(how="crash", why="it sent something unreadable"), heard)
         last = max((place.begun for place in self._places), default=0.0)
@@ -253,61 +274,6 @@ def _fetched(where: list[Any]) -> dict[str, Tensor]:
 
 def _versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("rolecall", "torch")}
-
-
-def _connected(options: EngineOptions) -> tuple[Any, bool]:
-    """(Ray, connected; whether the cluster was started here)."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise UserError("engine.cluster ray needs Ray: pip install 'rolecall[ray]'") from error
-    if ray.is_initialized():
-        return ray, False
-    address = os.environ.get("RAY_ADDRESS")
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
-    if not address or address == "local":
-        ray.init(num_cpus=options.workers * options.worker_threads, include_dashboard=False, **quiet)
-        return ray, True
-    _check_reachable(address)
-    try:
-        ray.init(address=address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(f"the Ray cluster of RAY_ADDRESS {address} cannot be used: {_in_words(error)}") from error
-    return ray, True
-
-
-def _check_reachable(address: str) -> None:
-    """Ray itself would try for a minute."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdigit():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
-    except OSError as error:
-        raise UserError(
-            f"no Ray cluster answers at RAY_ADDRESS {address} ({error.strerror or error}): start one with `ray start --head`, "
-            "or leave RAY_ADDRESS out, and one is started here"
-        ) from error
-
-
-def _check_resources(ray: Any, options: EngineOptions) -> None:
-    each, there = options.worker_threads, float(ray.cluster_resources().get("CPU", 0.0))
-    nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
-    fit = sum(int(cpus // each) for cpus in nodes)
-    if fit < options.workers:
-        what = f"--engine.workers {fit}" if fit else f"fewer engine.worker_threads than {each}"
-        raise UserError(
-            f"{options.workers} rollout workers need {each} CPUs each, and the Ray cluster has {there:g} on {len(nodes)} "
-            f"machines, enough for {fit}: use {what}, or add machines"
-        )
-
-
-def _in_words(error: BaseException) -> str:
-    """The last line of what Ray says, which names the cause."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else type(error).__name__
 
 
 def _ignore(asked: Asked, said: Any) -> None:

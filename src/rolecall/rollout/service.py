@@ -26,6 +26,7 @@ class _Submitted:
 
     requests: Sequence[Request]
     deadline: float | None
+    heard: Callable[[int, float], None] | None
     future: "Future[list[Completion]]" = field(default_factory=Future)
     tickets: dict[Ticket, list[Completion]] = field(default_factory=dict)
     """Those that were taken on, with the answers so far."""
@@ -61,10 +62,17 @@ class Service:
         self._thread = threading.Thread(target=self._run, name="rolecall-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, requests: Sequence[Request], *, deadline: float | None = None) -> "Future[list[Completion]]":
+    def submit(
+        self,
+        requests: Sequence[Request],
+        *,
+        deadline: float | None = None,
+        heard: Callable[[int, float], None] | None = None,
+    ) -> "Future[list[Completion]]":
         """The answers to all, in order. `Future.cancel` gives them up; what cannot be answered is a `ValueError` of the
-        future. What has not ended at the `deadline`, of `time.monotonic()`, ends as it is."""
-        submitted = _Submitted(requests, deadline, left=sum(request.n for request in requests))
+        future. What has not ended at the `deadline`, of `time.monotonic()`, ends as it is. `heard` is told the tokens of an
+        only answer as they are drawn, on the engine's thread (see `Ticket.heard`)."""
+        submitted = _Submitted(requests, deadline, heard, left=sum(request.n for request in requests))
         submitted.future.add_done_callback(lambda future: self._give_up(submitted) if future.cancelled() else None)
         with self._changed:
             self._check_open()
@@ -161,6 +169,7 @@ class Service:
         try:
             for request in submitted.requests:
                 ticket = self._flight.add(request, deadline=submitted.deadline)
+                ticket.heard = submitted.heard
                 submitted.tickets[ticket] = []
                 self._owners[ticket] = submitted
         except Exception as error:  # the engine refuses it, or it is not for any engine

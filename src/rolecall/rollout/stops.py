@@ -1,6 +1,7 @@
 """An answer in the making, and when it ends."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,9 @@ class Ticket:
     deadline: float | None = None
     """When its answers end at the latest, by `time.monotonic()`."""
     cancelled: bool = False
+    heard: Callable[[int, float], None] | None = None
+    """Told each token and its log-prob as it is drawn, but for the one that ends the answer. Engines that draw elsewhere, and
+    hand on whole answers, do not call it."""
 
     def cut(self) -> Finish | None:
         """Why its answers end now, whatever they hold; None: they go on."""
@@ -94,6 +98,8 @@ class Answer:
             self.supports.append(support)
         self.length += 1
         self.finish = self.stops.finish(self.ids, full=self.length >= self.context_length)
+        if self.ticket.heard is not None and self.finish is None:
+            self.ticket.heard(token, logprob)
 
     def completion(self, version: int) -> Completion:
         """The finished answer, whose last tokens are of weights of this version."""

@@ -7,7 +7,7 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -51,7 +51,7 @@ Handler = Callable[[HttpRequest], Awaitable[Any]]
 class Events:
     """What to send as server-sent events."""
 
-    data: Iterable[str]
+    data: AsyncIterator[str]
     """Of each event, a line."""
     sent: Callable[[bool], None] = lambda whole: None
     """Called in the end: whether the client took all of it."""
@@ -205,7 +205,7 @@ async def _send_events(writer: asyncio.StreamWriter, events: Events) -> None:
     try:
         head = ["HTTP/1.1 200 OK", "Content-Type: text/event-stream", "Cache-Control: no-cache"]
         writer.write("\r\n".join([*head, "Transfer-Encoding: chunked", "", ""]).encode())
-        for data in events.data:
+        async for data in events.data:
             event = f"data: {data}\n\n".encode()
             writer.write(b"%x\r\n%s\r\n" % (len(event), event))
             await writer.drain()

@@ -127,6 +127,7 @@ class Launch:
             "VLLM_CPU_OMP_THREADS_BIND": cores,
             "VLLM_CPU_KVCACHE_SPACE": _KV_GB,
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",  # its 5 s are also the client's: both would let go of a connection at once
             **kept,
             "PYTHONPATH": str(INSIDE),
             "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, /collective_rpc: see Guard for who may call them

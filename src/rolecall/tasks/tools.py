@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 from rolecall.tasks.env import Message, Step
@@ -81,11 +82,33 @@ def answer_call(call: ToolCall, tools: Mapping[str, Callable[..., Any]]) -> tupl
             arguments = {} if first is None else {first: arguments[""]}
         try:
             inspect.signature(tools[name]).bind(**arguments)
-            result = tools[name](**arguments)
+            result = awaited(tools[name](**arguments))
         except Exception as raised:  # a tool may raise anything; the episode goes on
             error = f"{raised}" or type(raised).__name__
     content = f"error: {error}" if error is not None else result if isinstance(result, str) else _as_text(result)
     return {"role": "tool", "name": name or "tool", "content": content}, error is None
+
+
+def awaited(result: Any) -> Any:
+    """What a function returned, or what comes of it if it is async. All of a process run on one event loop, so that a client
+    that an environment keeps may be used again."""
+    if not inspect.isawaitable(result):
+        return result
+
+    async def value() -> Any:
+        return await result
+
+    return _runner().run(value())
+
+
+@cache
+def _runner() -> Any:
+    import asyncio  # not needed by most, and slow to import
+    import atexit
+
+    runner = asyncio.Runner()
+    atexit.register(runner.close)
+    return runner
 
 
 def _as_text(result: Any) -> str:

@@ -67,7 +67,7 @@ def check_model(directory: Path) -> None:
     except FileNotFoundError:
         return
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        fault = f"its {MANIFEST} cannot be read ({error!r})"
+        fault = f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})"
     if fault is not None:
         raise DamagedCheckpointError(
             f"the model {directory} is damaged: {fault}; take a checkpoint of the run instead, or delete its {MANIFEST} if "
@@ -142,7 +142,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         if isinstance(error, OSError) and error.errno not in _DAMAGE_ERRNOS:
             raise
-        raise DamagedCheckpointError(f"{path} is damaged: its {MANIFEST} cannot be read ({error!r})") from error
+        raise DamagedCheckpointError(
+            f"{path} is damaged: its {MANIFEST} cannot be read ({type(error).__name__}: {error})"
+        ) from error
     if schema > SCHEMA:
         raise RefusedCheckpointError(
             f"{path} has schema version {schema} but this program reads up to version {SCHEMA}; use a newer rolecall"

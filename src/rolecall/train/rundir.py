@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -20,7 +20,7 @@ _NAME = re.compile(r"\w[\w.=+@,-]*")
 _STEP_FILE = re.compile(r"step-([0-9]{6,})(\.[\w-]+)*\.parquet")
 _LAYOUT = (
     *("config.json", "run.json", "metrics.jsonl", "timing.jsonl", "report.html"),
-    *("answers.jsonl", "best_of_n.json"),
+    *("answers.jsonl", "best_of_n.json", "lessons.jsonl"),
     *("rollouts", "updates", "checkpoints", "model", "curves", "trackers"),
 )
 _log = logging.getLogger(__name__)
@@ -78,6 +78,8 @@ class RunDir:
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
         self.report = self.path / "report.html"
+        self.also_cut: list[Callable[[int], None]] = []
+        """Cut what lies elsewhere too, after the same step."""
         self._lock = _locked(self.path, resume=resume)
         try:
             _check_use(self.path, resume=resume, overwrite=overwrite)
@@ -92,12 +94,19 @@ class RunDir:
             fsync_path(self.path)
             self.metrics = JsonLines(self.path / "metrics.jsonl")
             self.timing = JsonLines(self.path / "timing.jsonl")
+            self._lessons: JsonLines | None = None
         except BaseException as error:
             self._lock.release()
             code = disk_errno(error, place=self.path)
             if code is None:
                 raise
             raise disk_error("a run", self.path, code) from error
+
+    @property
+    def lessons(self) -> JsonLines:
+        """What happened to the pool of lessons. The file is made when it is first asked for."""
+        self._lessons = self._lessons or JsonLines(self.path / "lessons.jsonl")
+        return self._lessons
 
     def cut_after(self, step: int) -> None:
         """Bring the directory back to how it was after `step`: later lines, rollouts, updates and checkpoints go.
@@ -106,17 +115,21 @@ class RunDir:
         """
         self.metrics.cut_after(step)
         self.timing.cut_after(step)
+        if (self.path / "lessons.jsonl").is_file():
+            self.lessons.cut_after(step)
         for folder in (self.rollouts, self.updates):
             for number, path in _step_files(folder):
                 if number > step:
                     path.unlink()
             fsync_path(folder)
         checkpoint.cut_after(self.checkpoints, step)
+        for cut in self.also_cut:
+            cut(step)
 
-    def thin(self, folder: Path, *, last: int, every: int = 0) -> list[Path]:
+    def thin(self, folder: Path, *, last: int, every: int = 0, spare: Container[str] = ()) -> list[Path]:
         """Keep the files of the `last` newest steps, and of each step that `every` divides; returns what was removed.
 
-        `every` 0 keeps no others. For `rollouts` and `updates`.
+        `every` 0 keeps no others, but for names to `spare`. For `rollouts` and `updates`.
         """
         if last < 1 or every < 0:
             raise ValueError(f"last must be at least 1 and every at least 0, got {last} and {every}")
@@ -124,7 +137,7 @@ class RunDir:
         newest = sorted({step for step, _ in files})[-last:]
         removed = []
         for step, path in files:
-            if step not in newest and not (every and step % every == 0):
+            if step not in newest and not (every and step % every == 0) and path.name not in spare:
                 path.unlink(missing_ok=True)
                 removed.append(path)
         return removed
@@ -134,6 +147,8 @@ class RunDir:
         try:
             self.metrics.sync()
             self.timing.sync()
+            if self._lessons is not None:
+                self._lessons.sync()
             for folder in (self.rollouts, self.updates):
                 fsync_path(folder)
         except OSError as error:
@@ -143,6 +158,8 @@ class RunDir:
         """Close the logs and give the directory back."""
         self.metrics.close()
         self.timing.close()
+        if self._lessons is not None:
+            self._lessons.close()
         self._lock.release()
 
     def __enter__(self) -> Self:

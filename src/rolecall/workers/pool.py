@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 
 from rolecall.errors import UserError
 from rolecall.visible import visible_text
+from rolecall.workers.hosts import Host
 from rolecall.workers.load import MakeError
 from rolecall.workers.process import Gone, Nonsense, Worker
 from rolecall.workers.walls import Walls
@@ -68,8 +69,10 @@ class WorkerPool:
         error: MakeError,
         deadline_s: float,
         walls: Walls,
+        hosts: Sequence[Host] = (),
     ) -> None:
-        """Returns when the first worker is ready: code that cannot be loaded is an error now."""
+        """Returns when the first worker is ready: code that cannot be loaded is an error now. With `hosts` workers run there, in turn."""
+        self._hosts = deque(hosts)
         self.deadline_s, self.walls = deadline_s, walls
         self._module, self._setups, self._what, self._error = module, list(map(pickle.dumps, setups)), what, error
         self._failed_starts = 0
@@ -240,7 +243,9 @@ class WorkerPool:
         return how
 
     def _start(self, setup: bytes) -> Worker:
-        return Worker(self._module, setup, what=self._what, walls=self.walls, namespaces=_namespaces.allowed)
+        self._hosts.rotate(-1)  # one that is lost is passed over
+        host = self._hosts[0] if self._hosts else None
+        return Worker(self._module, setup, what=self._what, walls=self.walls, namespaces=_namespaces.allowed, host=host)
 
     def _not_loaded(self, worker: Worker, why: str) -> None:
         raise self._retryable(why)

@@ -15,6 +15,7 @@ from typing import Any
 
 from rolecall.visible import visible_text
 from rolecall.workers.child import HEADER
+from rolecall.workers.hosts import Host, child_program, relay_program, start
 from rolecall.workers.walls import Walls
 
 logger = logging.getLogger("rolecall.workers")
@@ -38,26 +39,20 @@ class Worker:
     Ctrl-C does not reach it. It is the keeper of the one that runs the code, as `walls` explains.
     """
 
-    def __init__(self, module: str, setup: bytes, *, what: str, walls: Walls, namespaces: bool) -> None:
-        """`module` has the `open_worker` that is called with what `setup` pickles. `what` names it in the log."""
+    def __init__(
+        self, module: str, setup: bytes, *, what: str, walls: Walls, namespaces: bool, host: Host | None = None
+    ) -> None:
+        """`module` has the `open_worker` that is called with what `setup` pickles. `what` names it in the log. With `host` it runs
+        there, and the process here is its relay."""
         self.channel, theirs = socket.socketpair()
         life, self._life = os.pipe()
         self.output, printed = os.pipe()
         os.set_blocking(self.output, False)
-        # The child gets the trainer's sys.path before it imports anything, so that it finds what the trainer finds.
-        program = (
-            f"import sys; sys.path[:] = {sys.path!r}\n"
-            f"from rolecall.workers.child import main; main({module!r}, {theirs.fileno()}, {life}, {namespaces})"
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
-            stderr=printed,
-            pass_fds=(theirs.fileno(), life),
-            start_new_session=True,
-            env=walls.environment(),
-        )
+        if host is None:
+            program = child_program(module, sys.path, theirs.fileno(), life, namespaces)
+        else:
+            program = relay_program(host, module, theirs.fileno(), namespaces, walls)
+        self.process = start(program, fds=(theirs.fileno(), life), printed=printed, env=walls.environment())
         theirs.close()
         os.close(life)
         os.close(printed)

@@ -87,7 +87,8 @@ class Walls:
             if isinstance(one, OSError) and (isinstance(one, socket.gaierror) or one.errno in _UNREACHABLE):
                 return f"; it has no network: set {self.options[0]} to give it one"
             causes.add(id(one))
-            chain += [e for e in (one.__cause__, one.__context__) if e is not None and id(e) not in causes]
+            before = (one.__cause__, one.__context__, *getattr(one, "exceptions", ()))
+            chain += [e for e in before if e is not None and id(e) not in causes]
         return ""
 
 

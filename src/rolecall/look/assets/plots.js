@@ -95,7 +95,7 @@
 
     mark(marks) {
       this.marks = marks;
-      this.each((curve) => curve.plot && curve.plot.redraw(false));
+      this.each((curve) => { curve.name(); curve.plot?.redraw(false); });
     }
   }
 
@@ -105,7 +105,7 @@
       this.chart = chart;
       this.order = order;
       this.key = make("ul", { class: "key" });
-      this.place = make("div", { class: "plot live", tabindex: 0, role: "slider", "aria-label": `${chart.title} by step` });
+      this.place = make("div", { class: "plot live", tabindex: 0, role: "slider" });
       this.card = make("figure", { class: "card", id: `curve-${chart.name}` },
         make("figcaption", {}, make("h4", {}, chart.title), chart.about ? make("p", { class: "about" }, chart.about) : ""), this.place, this.key);
       this.place.curve = this;
@@ -116,7 +116,15 @@
       this.place.addEventListener("keydown", (event) => this.keydown(event));
       this.place.addEventListener("focus", () => this.point(this.index ?? this.chart.xs.length - 1));
       this.place.addEventListener("blur", () => this.point(null));
+      this.name();
       this.legend();
+    }
+
+    // What the shaded steps are is said under the pointer, and to those who do not see them.
+    name() {
+      const marks = (this.plots.marks[this.chart.name] || []).map(([first, last, why]) => `steps ${first} to ${last}: ${why}`).join("; ");
+      this.place.title = marks;
+      this.place.setAttribute("aria-label", `${this.chart.title} by step${marks && `; marked, ${marks}`}`);
     }
 
     put(home) {
@@ -206,7 +214,7 @@
         padding: [8, 8, 0, 0],
         legend: { show: false },
         scales: { x: { time: false, range: (u, low, high) => (high > low ? [low, high] : [low - 1, high + 1]) }, y: this.logarithmic() ? { distr: 3 } : { range: (u, low, high) => this.range(low, high) } },
-        axes: [{ ...axis, size: 24, gap: 4, space: 60, incrs: WHOLE }, { ...axis, size: 46, gap: 4, space: 36, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) }],
+        axes: [{ ...axis, size: 24, gap: 4, space: 60, incrs: WHOLE }, { ...axis, size: 46, gap: 4, space: 26, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) }],
         series: [{}, ...lines],
         cursor: { drag: { x: true, y: false, setScale: false }, sync: { key: "steps", scales: ["x", null] }, points: { size: 5 }, y: false },
         select: { show: true },

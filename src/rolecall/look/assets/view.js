@@ -125,7 +125,7 @@
       if (event.key === "/") { event.preventDefault(); filter.focus(); return; }
       const step = { j: 1, k: -1 }[event.key];
       if (!step) return;
-      const links = [...body.rows].filter((row) => !row.hidden).map((row) => row.querySelector("a"));
+      const links = [...body.rows].filter((row) => !row.hidden).map((row) => row.querySelector("a")).filter(Boolean);
       const at = links.findIndex((link) => link.closest("tr").contains(document.activeElement));
       links[Math.max(0, Math.min(links.length - 1, at < 0 ? 0 : at + step))]?.focus();
     });
@@ -139,10 +139,10 @@
         old.delete(id);
         if (!before) body.append(document.adoptNode(row));
         else if (sources.get(id) !== html) {
-          const checked = before.querySelector("input").checked, focused = before.contains(document.activeElement);
+          const checked = before.querySelector("input")?.checked, focused = before.contains(document.activeElement);
           before.replaceWith(document.adoptNode(row));
-          row.querySelector("input").checked = checked;
-          if (focused) row.querySelector("a").focus();
+          if (checked && row.querySelector("input")) row.querySelector("input").checked = true;
+          if (focused) row.querySelector("a")?.focus();
         }
         sources.set(id, html);
       }

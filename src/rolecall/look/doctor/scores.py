@@ -10,6 +10,9 @@ from rolecall.look.doctor.finding import Finding
 from rolecall.look.doctor.found import found
 from rolecall.look.doctor.reading import Answers, Curve, RunRecord
 
+_LOOKED_AT = 20
+"""Recorded steps of a stretch whose answers are read, the last ones."""
+
 
 def length_hacking(run: RunRecord) -> Iterator[Finding]:
     """Answers half as long again as at the start, in groups where the longer answer scores higher."""
@@ -89,14 +92,14 @@ def reward_saturated(run: RunRecord) -> Iterator[Finding]:
 
 
 def flat_groups(run: RunRecord) -> Iterator[Finding]:
-    """Three answers in four are in groups that score all the same, and not because all is right."""
+    """Three answers in four are in groups that score all the same, most of them below the best score."""
     flat = run.curve("frac_reward_zero_std")
     if not len(flat) or run.number("samples", 2) < 2 or next(reward_saturated(run), None) is not None:
         return
     if run.option("algorithm.name") not in ("grpo", "rloo", "opo", "reinforce++-baseline"):
         return
     steps = flat.lasting(lambda share: share > 0.75)
-    if steps is None:
+    if steps is None or _mostly_right(run, steps):
         return
     answers = run.answers(steps)
     yield found(
@@ -260,6 +263,18 @@ def _spread(answers: Answers) -> NDArray:
         if np.isfinite(scores[rows]).any():
             out[rows] = 0.0 if np.nanmax(scores[rows]) == np.nanmin(scores[rows]) else np.nanstd(scores[rows])
     return out
+
+
+def _mostly_right(run: RunRecord, steps: tuple[int, int]) -> bool:
+    """Whether most answers in flat groups of these steps have the best score that was seen."""
+    within = [step for step in run.files.rollouts if steps[0] <= step <= steps[1]][-_LOOKED_AT:]
+    recorded = [answers for step in within if (answers := run.answers((step, step))) is not None]
+    if not recorded:
+        return False
+    seen = np.concatenate([answers.column("score") for answers in recorded])
+    flat = np.concatenate([_spread(answers) == 0 for answers in recorded])
+    top, low = np.nanmax(seen, initial=-np.inf), np.nanmin(seen, initial=np.inf)
+    return bool(top > low and flat.any() and np.mean(seen[flat] >= top) > 0.5)
 
 
 def _length_pays(answers: Answers) -> float:

@@ -40,6 +40,7 @@ def make_app(runs: Runs, *, token: str, port: int, closing: Callable[[], bool] =
             "/compare/answers",
             site.page(lambda request: site.pages.same_prompt(_given(request), request.query_params.get("prompt", ""))),
         ),
+        Route("/audit/{name}", site.page(lambda request: site.pages.audit(request.path_params["name"]))),
         Route("/run/{run}", site.page(lambda request: site.pages.run(request.path_params["run"]))),
         Route("/run/{run}/curves", site.data(lambda request: site.pages.curves(request.path_params["run"]))),
         Route("/run/{run}/events", site.run_events),

@@ -14,11 +14,12 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from rolecall.errors import UserError
+from rolecall.look.audit_page import audit_lead, audit_sections, read_tokens
 from rolecall.look.charts import Chart, Series, four_digits
 from rolecall.look.curves import thinned
 from rolecall.look.doctor.audit import findings_of
 from rolecall.look.doctor.marks import marked
-from rolecall.look.page import data_block, text
+from rolecall.look.page import data_block, section_html, text
 from rolecall.look.records import sample_set, shortened, unit_of
 from rolecall.look.report import before_after, lead_of, run_charts, what_ran
 from rolecall.look.run import RunFiles
@@ -26,7 +27,7 @@ from rolecall.look.tokens import token_view
 from rolecall.look.view.answers import VERDICTS, Query, beside, search
 from rolecall.look.view.compare import compared_curves, comparison, same_prompt
 from rolecall.look.view.logs import Recent
-from rolecall.look.view.runs import Runs, Summary, resources
+from rolecall.look.view.runs import SEPARATOR, Runs, Summary, resources
 from rolecall.train.lock import is_held
 from rolecall.visible import visible_text
 
@@ -88,6 +89,24 @@ class Pages:
             recorded=list(files.rollouts),
             report=(path / "report.html").is_file(),
             resources=resources(path),
+            ended=files.about.get("ended", "") if summary.state == "crashed" else "",
+        )
+
+    def audit(self, name: str) -> str:
+        """One audit, made again from the data in its page."""
+        found = self.runs.audit(name)
+        if found is None:
+            raise NotThere(f"there is no audit {name!r} in {self.runs.root}; it may have been removed or renamed")
+        view, data = read_tokens(found)
+        sections = audit_sections(found.about, found.findings, view)
+        return self._render(
+            "audit.html",
+            name=name.replace(SEPARATOR, "/"),
+            audit=found,
+            lead=audit_lead(found.findings),
+            sections=sections,
+            body=Markup("".join(map(section_html, sections))),
+            data=Markup(data_block(data)) if data else "",
         )
 
     def answers(self, run: str, given: Mapping[str, str]) -> str:
@@ -277,9 +296,9 @@ def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-def address(run: str, *parts: object, **query: object) -> str:
-    """The address of a run, or of something of it."""
-    path = "/".join(["/run", quote(run, safe=":"), *(quote(str(part), safe="") for part in parts)])
+def address(run: str, *parts: object, kind: str = "run", **query: object) -> str:
+    """The address of a run or an audit, or of something of it."""
+    path = "/".join([f"/{kind}", quote(run, safe=":"), *(quote(str(part), safe="") for part in parts)])
     given = "&".join(
         f"{quote(name)}={quote(str(value), safe='')}" for name, value in query.items() if value not in (None, "")
     )

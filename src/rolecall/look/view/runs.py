@@ -1,19 +1,21 @@
-"""The runs of a directory: which there are, and a line about each. Nothing outside the directory is read."""
+"""The runs and audits of a directory: which there are, and a line about each. Nothing outside the directory is read."""
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from rolecall.errors import UserError
+from rolecall.look.audit_page import ReadAudit, read_audit
 from rolecall.look.charts import is_number
 from rolecall.look.run import RunFiles, check_format, flat, is_demo, is_evaluation, near, read_object, step_files
 from rolecall.look.view.logs import Line, Recent, RunLog, logs, read_line
 from rolecall.train.lock import LOCK, holder_of, is_held
 
-State = Literal["running", "done", "stopped", "diverged", "crashed", "unreadable"]
+State = Literal["running", "done", "stopped", "diverged", "crashed", "errors", "unreadable"]
+"""`errors` is of an audit that found some."""
 
 MAIN = ("reward", "return", "eval_accuracy", "accuracy", "rewards/accuracies", "loss")
 """The number that the table shows, the first that a run has."""
@@ -32,14 +34,17 @@ SEPARATOR = ":"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """What the table says of a run."""
+    """What the table says of a run, or of an audit."""
 
+    kind: Literal["run", "audit"] = "run"
     id: str
     """What addresses call it."""
     name: str
     state: State
     problem: str = ""
     """Why it cannot be read."""
+    addressed: bool = True
+    """Whether it has a page."""
     command: str = ""
     algorithm: str = ""
     model: str = ""
@@ -69,7 +74,7 @@ class Runs:
         """`only` is the name of the one run that is shown."""
         self.root, self.only = root.resolve(), only
         self.logs: Recent[Path, RunLog] = logs()
-        self._held: dict[str, tuple[object, Summary]] = {}
+        self._held: dict[str, tuple[object, Summary | None]] = {}
 
     def found(self) -> dict[str, Path]:
         """The runs by what addresses call them. Links that lead out of the directory are left out."""
@@ -85,17 +90,29 @@ class Runs:
                     runs.setdefault(f"{outer.name}{SEPARATOR}{inner.name}", inner)
         return runs
 
+    def pages(self) -> dict[str, Path]:
+        """The HTML files, some of which are audits, by what addresses call them: beside runs, not inside them."""
+        folders = {} if self.only else {"": self.root}
+        folders |= {f"{f.name}{SEPARATOR}": f for f in _folders(self.root) if folders and not _is_run(f)}
+        found = ((f"{prefix}{page.name}", page) for prefix, folder in folders.items() for page in _pages(folder))
+        return {name: page for name, page in found if self.holds(page)}
+
     def path(self, run: str) -> Path | None:
         """Where a run lies; None if there is none of this name."""
-        outer, _, inner = run.partition(SEPARATOR)
-        parts = [[run], [outer, inner]] if inner else [[run]]
-        for names in parts:
-            if not all(map(_is_name, names)) or self.only not in (None, names[0]):
-                continue
-            path = self.root.joinpath(*names)
-            if _is_run(path) and self.holds(path):
-                return path
-        return None
+        return next((path for path in self._places(run) if _is_run(path)), None)
+
+    def audit(self, name: str) -> ReadAudit | None:
+        """What an audit's page says; None if there is none of this name."""
+        pages = (path for path in self._places(name) if path.suffix == ".html" and path.is_file())
+        return next((found for path in pages if not self.only and (found := read_audit(path)) is not None), None)
+
+    def _places(self, name: str) -> Iterator[Path]:
+        """Where something of this name may lie below the directory."""
+        outer, _, inner = name.partition(SEPARATOR)
+        for names in [[name], [outer, inner]] if inner else [[name]]:
+            path = self.root.joinpath(*names) if all(map(_is_name, names)) else None
+            if path is not None and self.only in (None, names[0]) and self.holds(path):
+                yield path
 
     def holds(self, path: Path) -> bool:
         """Whether a path, links followed, lies below the directory."""
@@ -106,9 +123,10 @@ class Runs:
 
     def summaries(self) -> list[Summary]:
         """A line about every run: those that are running, then the one that changed last first."""
-        found = self.found()
-        self._held = {run: held for run, held in self._held.items() if run in found}
+        found, pages = self.found(), self.pages()
+        self._held = {run: held for run, held in self._held.items() if run in found or run in pages}
         made = [self.summary(run, path) for run, path in found.items()]
+        made += [one for name, path in pages.items() if (one := self._audited(name, path)) is not None]
         # Runs that train side by side keep their places, whichever wrote last.
         return sorted(made, key=lambda s: (0.0, s.name) if s.state == "running" else (1 / (1 + s.changed), s.name))
 
@@ -117,12 +135,26 @@ class Runs:
         held_by = is_held(path) if self.holds(path / LOCK) else None
         key = (path, held_by, *(_stamp(path / name) for name in (*_SIGNS, "model", "report.html")))
         held = self._held.get(run)
-        if held is not None and held[0] == key:
+        if held is not None and held[0] == key and held[1] is not None:
             return held[1]
         name = run.replace(SEPARATOR, "/") if not (self.root / run).is_dir() else run
-        made = self._read(run, name, path, held_by)
+        made = (
+            self._read(run, name, path, held_by) if _is_name(path.name) and _is_name(run) else _unaddressed(run, name)
+        )
         self._held[run] = (key, made)
         return made
+
+    def _audited(self, name: str, path: Path) -> Summary | None:
+        """A line about an audit; None for a page of something else."""
+        key, held = _stamp(path), self._held.get(name)
+        if held is None or held[0] != key:
+            try:
+                made = _summary_of(name, read_audit(path), changed=key[0] / 1e9)
+            except (UserError, OSError) as error:
+                why = str(error) if isinstance(error, UserError) else f"{path} cannot be read: {error.strerror}"
+                made = Summary(kind="audit", id=name, name=name, state="unreadable", problem=why, changed=key[0] / 1e9)
+            self._held[name] = held = key, made
+        return held[1]
 
     def check(self, path: Path) -> None:
         """Refuse a run whose files are links to somewhere else."""
@@ -152,7 +184,7 @@ class Runs:
         return Summary(
             id=run,
             name=name,
-            state=state_of(path, lines, held_by, steps=steps, step=step),
+            state=state_of(path, lines, held_by, steps=steps, step=step, ended=bool(about.get("ended"))),
             command=str(about.get("command", "run")),
             algorithm=_algorithm(config),
             model=near(config.get("model")),
@@ -217,14 +249,19 @@ def described(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return about, read_object(path / "config.json")
 
 
-def state_of(path: Path, lines: Sequence[Line], held_by: bool | None, *, steps: Any, step: int) -> State:
-    """How a run stands, from what lies there: its lock, its last lines, its model, and the report written at its end."""
+def state_of(path: Path, lines: Sequence[Line], held_by: bool | None, *, steps: Any, step: int, ended: bool) -> State:
+    """How a run stands, from what lies there: its lock, its last lines, its model, and the report written at its end.
+
+    `ended`: an error that ended it was noted.
+    """
     if held_by is not None:
         return "running" if held_by else "crashed"
     trained = [line for line in lines if not is_evaluation(line)]
     last = trained[-_BAD_STEPS:]
     if len(last) == _BAD_STEPS and all(line.get("skipped") for line in last):
         return "diverged"
+    if ended:
+        return "crashed"
     if (isinstance(steps, int) and step >= steps) or (path / "model").is_dir():
         return "done"
     written, logged = _stamp(path / "report.html")[0], _stamp(path / "metrics.jsonl")[0]
@@ -272,6 +309,29 @@ def _algorithm(config: Mapping[str, Any]) -> str:
     return str((algorithm.get("name") if isinstance(algorithm, dict) else config.get("algo")) or "")
 
 
+def _unaddressed(run: str, name: str) -> Summary:
+    why = "its name holds a character that no address may hold; rename its directory to see it"
+    return Summary(id=run, name=name, state="unreadable", problem=why, addressed=False)
+
+
+def _summary_of(name: str, audit: ReadAudit | None, *, changed: float) -> Summary | None:
+    if audit is None:
+        return None
+    return Summary(
+        kind="audit",
+        id=name,
+        name=name.replace(SEPARATOR, "/").removesuffix(".html"),
+        state="errors" if audit.count("error") else "done",
+        command="audit",
+        algorithm=audit.about.get("command", "").removeprefix("rolecall "),
+        model=near(audit.about.get("model")),
+        source=near(audit.about.get("rows")),
+        settings=[(f"{level}s", str(audit.count(level))) for level in ("error", "warning")],
+        addressed=_is_name(name),
+        changed=changed,
+    )
+
+
 def _parsed(lines: Sequence[bytes]) -> list[Line]:
     return [line for raw in lines if raw.endswith(b"\n") and (line := read_line(raw)) is not None]
 
@@ -285,6 +345,13 @@ def _folders(path: Path) -> list[Path]:
     return [path / name for name in sorted(names)]
 
 
+def _pages(path: Path) -> list[Path]:
+    try:
+        return sorted(page for page in path.glob("*.html") if page.is_file())
+    except OSError:
+        return []
+
+
 def _is_run(path: Path) -> bool:
     try:
         return not is_demo(path) and any((path / name).is_file() for name in _SIGNS)
@@ -293,7 +360,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _is_name(name: str) -> bool:
-    return bool(name) and not name.startswith(".") and not set(name) & {"/", "\\", "\0"}
+    return bool(name) and not name.startswith(".") and not any(c in "/\\\x7f" or ord(c) < 32 for c in name)
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

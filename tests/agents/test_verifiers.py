@@ -1,0 +1,74 @@
+"""Environments of the real package verifiers, with their dataset and rubric, played through the gateway."""
+
+import json
+from pathlib import Path
+
+import pytest
+from talking import spoken, talker
+from test_gateway import play, samples
+
+from rolecall.agents.programs import Programs
+from rolecall.agents.verifiers_env import verifiers_rows
+from rolecall.cli import main
+from rolecall.config.agents import AgentOptions
+from rolecall.jobs.agents import open_envs
+from rolecall.tasks.env import EnvError
+from rolecall.types import Finish
+
+FILE = Path(__file__).parents[2] / "examples" / "verifiers_environment.py"
+NAME = f"verifiers:{FILE}:rows=10"
+
+
+@pytest.mark.slow
+def test_its_dataset_are_the_rows_and_its_rubric_is_the_reward():
+    pytest.importorskip("verifiers")
+    found = verifiers_rows(NAME, AgentOptions(), n=9, held_out=2)
+    assert found.test is None
+    rows = [found.train[i] for i in range(len(found.train))]
+    assert len(rows) == 9
+    assert (rows[8]["answer"], rows[8]["prompt"][-1]) == ("2", {"role": "user", "content": "1+1"})
+    with Programs(NAME, AgentOptions(workers=1)) as programs:
+        once, twice, never = play(programs, talker("2", "5"), [rows[2], rows[5], rows[6]], context=1000)
+        (cut,) = play(programs, talker("2"), [rows[2]], context=20)
+    assert [e.failure for e in (once, twice, never)] == [None] * 3
+    assert [e.rewards["agent"] for e in (once, twice, never)] == [1.0, 1.0, 0.0]
+    assert once.view == {
+        "metrics": {"right": 1.0, "tries": 1.0, "num_turns": 1.0},
+        "stop_condition": "is_right",
+        "is_truncated": False,
+    }
+    (trajectory,) = samples(twice)
+    assert [text for who, _, text in spoken(trajectory) if who == "user"] == ["more"]
+    assert [text for _, roles, text in spoken(trajectory) if roles == "CS"] == ["2<|im_end|>", "5<|im_end|>"]
+    assert (cut.finish, cut.counts["too_long"]) == (Finish.ABORT, 1), "no answer at all"
+
+
+@pytest.mark.slow
+def test_the_command_line_trains_on_it(tmp_path):
+    pytest.importorskip("verifiers")
+    arguments = [
+        "--steps",
+        "1",
+        "--prompts",
+        "2",
+        "--samples",
+        "2",
+        "--sampling.max_new_tokens",
+        "4",
+        "--model",
+        "tiny",
+    ]
+    arguments += ["--algorithm.entropy_coef", "0.01", "--out", str(tmp_path / "run")]
+    assert main(["rl", "--env", NAME, *arguments]) == 0
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["reward"] == 0
+
+
+def test_what_is_missing_or_no_environment_is_a_sentence(tmp_path, monkeypatch):
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+        with pytest.raises(EnvError, match="there is no file"):
+            open_envs("verifiers:no-such.py", AgentOptions(), stack)
+        with pytest.raises(EnvError, match="names no environment"):
+            open_envs("verifiers:", AgentOptions(), stack)
