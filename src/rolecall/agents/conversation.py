@@ -68,10 +68,10 @@ class TokenSample:
     turns: list[tuple[int, int]] = field(default_factory=list)
     authors: list[Run] = field(default_factory=list)
     supports: list[bytes] = field(default_factory=list)
-    plain: "TokenSample | None" = None
-    """The prompt without the lessons that the policy read in it; None if it read none."""
     versions: list[tuple[int, int, int]] = field(default_factory=list)
     """(start, end, version) of what the policy wrote, run by run."""
+    plain: "TokenSample | None" = None
+    """The prompt without the lessons that the policy read in it; None if it read none."""
 
     def extend(self, ids: Sequence[int], roles: Sequence[int], authors: Sequence[Run]) -> None:
         """Append what the policy did not write. `authors` count from the first of the new tokens."""

@@ -211,7 +211,8 @@ def _collector(job: Job, options: RLOptions, asked: _Asked, ranks: Ranks, arena:
 
 def _lanes(options: RLOptions, asked: _Asked) -> int:
     """How many steps may be sampled at once: their rows must be known before they are sampled, and each needs an engine."""
-    if options.algorithm.resample or isinstance(asked.train, Stream) or isinstance(asked.envs, Programs):
+    after = options.algorithm.resample or options.lessons.on  # a step begins where the one before has ended
+    if after or isinstance(asked.train, Stream) or isinstance(asked.envs, Programs):
         return 1
     if options.lessons.on:  # those of a step are read in the next one
         return 1
@@ -235,8 +236,9 @@ def _ahead(
     if line := options.ahead_line:
         _log.info(line)
     reward, played, lanes = InOrder(asked.reward, published), _played(job), list[Lane]()
+    asks = asked.reward if len(published.pinned) == 1 else reward
     for engine in published.pinned:
-        parts: dict[str, Any] = {"policy": policy, "engine": engine, "reward": reward, "timer": Timer()}
+        parts: dict[str, Any] = {"policy": policy, "engine": engine, "reward": asks, "timer": Timer()}
         own = asked if not lanes or played is None else replace(asked, envs=open_envs(played, options.agent, job.stack))
         collector = _collector(job, options, own, ranks, _arena(options, own, **parts), **parts)
         lanes.append(Lane(collector=collector, engine=engine, timer=parts["timer"]))

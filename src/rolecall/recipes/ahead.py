@@ -109,7 +109,7 @@ class Ahead:
     def __init__(
         self, lanes: Sequence[Lane], *, reward: InOrder, ahead: int, steps: int, timer: Timer, aside: Timer
     ) -> None:
-        """`reward` is what the collectors score with. `aside` is the engines' timer; what was measured of a step is added to
+        """`reward` is what the collectors score with, or around what a single one does. `aside` is the engines' timer; what was measured of a step is added to
         `timer` when the step is trained on."""
         self.lanes, self.published, self.ahead, self.steps = lanes, lanes[0].engine.published, ahead, steps
         self.reward, self.timer, self._aside = reward, timer, aside
