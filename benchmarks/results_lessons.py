@@ -88,7 +88,7 @@ def page_of(place: Path, seeds: int) -> str:
         f"Numbers are mean [lowest, highest] over seeds; shares are of {HELD_OUT} held-out rows, played without lessons {SAMPLES} times at temperature 1 and",
         f"once greedily. All arms have {RL['steps']} steps of {RL['prompts']} x {RL['samples']} episodes from one start, which counts up from 1 unless a lesson",
         "tells it where to begin. Lessons come from a function (the first guess of an attempt that beat its group), because a model of this",
-        "size writes none. Scores and ratios of training are means over the last four steps.",
+        "size writes none; an episode reads one (`lessons.top 1`), as in the demonstrations. Scores and ratios of training are means over the last four steps.",
         "",
         "| | found, sampled | found, greedy | score with lessons | score without | ratio of guided tokens | seeds |",
         "|---|---|---|---|---|---|---|",
@@ -124,7 +124,7 @@ def main() -> None:
     made(start, rolecall.sft, {"model": "tiny", "rows": demonstrations(0), "steps": 300, "optim.lr": 2e-3}, measure)
     for seed in range(given.seeds):
         for arm, more in ARMS.items():
-            lessons = {"lessons.by": first_guess} if more else {}
+            lessons = {"lessons.by": first_guess, "lessons.top": 1} if more else {}
             settings = {**RL, **more, **lessons, "model": str(start), "seed": seed}
             made(given.place / f"{slug(arm)}-{seed}", rolecall.rl, settings, measure)
             print(arm, seed, measured(given.place / f"{slug(arm)}-{seed}"), flush=True)
