@@ -214,8 +214,6 @@ def _lanes(options: RLOptions, asked: _Asked) -> int:
     after = options.algorithm.resample or options.lessons.on  # a step begins where the one before has ended
     if after or isinstance(asked.train, Stream) or isinstance(asked.envs, Programs):
         return 1
-    if options.lessons.on:  # those of a step are read in the next one
-        return 1
     return max(1, options.ahead)
 
 
