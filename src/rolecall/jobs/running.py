@@ -191,10 +191,7 @@ def _run(job: Job, build: Callable[[Job], Built], progress: Progress, peers: Pee
     path = next_free(command) if options.out is None else Path(options.out).expanduser()
     # The directory is made, or an old run removed, only when rows, rewards and models have been found good.
     check_new(path.parent, path.name, resume=options.resume, overwrite=options.overwrite)
-    alike = {"command": command, "rolecall version": version("rolecall"), "torch version": version("torch")}
-    alike["rolecall code (sha256)"] = code_hash() if processes > 1 else ""
-    peers.check_same(alike | {n: v for n, v in to_dict(options).items() if n != "quiet"})
-    peers.watch()
+    _check_peers(peers, options, processes)
     built = build(job)
     config = configuration(options)
     if "steps" in config:
@@ -254,6 +251,14 @@ def _note_error(run: RunDir, kind: object, error: BaseException | None, trace: o
     """What to do at the end of the block that works on a run: an error is noted in its run.json."""
     if error is not None:
         note_end(run, str(error) or type(error).__name__)
+
+
+def _check_peers(peers: Peers, options: Any, processes: int) -> None:
+    """All processes of the job run the same code with the same settings; from here on they watch each other."""
+    alike = {"command": options.command, "rolecall version": version("rolecall"), "torch version": version("torch")}
+    alike["rolecall code (sha256)"] = code_hash() if processes > 1 else ""
+    peers.check_same(alike | {n: v for n, v in to_dict(options).items() if n != "quiet"})
+    peers.watch()
 
 
 def _in_words(error: BaseException, peers: Peers) -> BaseException:
