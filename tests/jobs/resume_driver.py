@@ -43,7 +43,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "summary": {
         **COMMON, "samples": 4, "algorithm.minibatches": 2, "env": f"{Path(__file__).with_name('letters_env.py')}:Letters",
-        "agent.context": "summary", "agent.context_tokens": 300, "agent.workers": 1,
+        "agent.context": "summary", "agent.context_tokens": 260, "agent.workers": 1,
     },
     "replay": {
         **COMMON, "samples": 4, "algorithm.minibatches": 2, "replay.share": 0.5, "replay.sampler": "random",
