@@ -215,8 +215,12 @@ def test_every_field_of_the_records_has_a_column():
     assert {f.name for f in fields(RolloutDetails)} <= columns
     renamed = {"groups": "group", "policy_versions": "policy_version", "scores": "score", "episodes": "episode"}
     renamed["baselines"] = "baseline"
-    always_fresh = {"replayed"}  # a file holds what was sampled in its step
-    assert {renamed.get(f.name, f.name) for f in fields(Batch)} - always_fresh <= columns
+    elsewhere = {
+        "replayed",  # a file holds what was sampled in its step
+        "guided",  # behaviour_prompt_ids says it
+        *("turn_rewards", "turn_states", "turn_marks"),  # in extras, turn by turn
+    }
+    assert {renamed.get(f.name, f.name) for f in fields(Batch)} - elsewhere <= columns
     assert {f.name for f in fields(Sampling)} == {f.name for f in ROLLOUTS.schema.field("sampling").type}
 
 

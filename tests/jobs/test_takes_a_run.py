@@ -41,6 +41,7 @@ CALLS = {  # {} is a run of a policy, [] one of a reward model, <> one with roll
     ("eval", "against"): [*EVAL, "--model", "tiny", "--against", "{}", "--samples", "2"],
     ("eval", "reward"): [*EVAL, "--model", "tiny", "--reward", "[]"],
     ("play", "model"): ["play", "--model", "{}", "--env", "guessing", "--agent.max_turns", "1", *SHORT],
+    ("propose", "model"): None,  # needs an environment and a proposer, opens it as play does: test_propose.py
     ("sft", "model"): ["sft", *STEP, "--model", "{}"],
     ("sft", "eval.reward"): ["sft", *STEP, *HELD_OUT, "--eval.reward", "[]"],
     ("rm", "model"): ["rm", *STEP, "--model", "{}"],

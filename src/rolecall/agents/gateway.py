@@ -106,9 +106,14 @@ class Gateway:
         """Wait for the streams of an episode, which may have ended before them."""
         self._do(_ended(session.streams))
 
+    @property
+    def closed(self) -> bool:
+        """Whether it listens no more."""
+        return self._loop.is_closed()
+
     def close(self) -> None:
         """Stop listening."""
-        if self._loop.is_closed():
+        if self.closed:
             return
         self._do(self._stop())
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -224,9 +224,10 @@ class ProgramPlayer:
         self.engine, self.programs, self.dialect, self.options = engine, programs, dialect, options
         limit = min(context_length, options.context_tokens or context_length)
         # Players of the same programs share it: they take turns.
-        self.gateway = programs.gateway = programs.gateway or Gateway(
-            programs.socket, options, context_length=limit, model=model
-        )
+        shared = programs.gateway
+        if shared is None or shared.closed:
+            shared = Gateway(programs.socket, options, context_length=limit, model=model)
+        self.gateway = programs.gateway = shared
         self.advance: Callable[[int, int, str], None] = lambda done, total, unit: None
         """Told how many episodes have ended."""
         self.ended: Callable[[Played], None] = lambda episode: None
