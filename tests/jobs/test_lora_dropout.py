@@ -37,7 +37,7 @@ def written(place):
     return {name: (place / name).read_bytes() for name in ("model/model.safetensors", "metrics.jsonl")}
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", ["rl", *(pytest.param(n, marks=pytest.mark.slow) for n in JOBS if n != "rl")])
 def test_same_bytes_every_time_and_when_resumed(name, tmp_path):
     torch.manual_seed(1)
     run(name, tmp_path / "whole")

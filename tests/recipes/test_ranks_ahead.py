@@ -35,7 +35,9 @@ def bytes_of(run):
     return {str(path.relative_to(run)): path.read_bytes() for path in [*kept, run / "metrics.jsonl"]}
 
 
-@pytest.mark.parametrize("shard", ["fsdp2", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "shard", [pytest.param("fsdp2", marks=pytest.mark.slow), pytest.param("ddp", marks=pytest.mark.slow)]
+)
 def test_two_processes_sample_ahead_as_one_does_and_resume_to_the_same_bytes(place, shard):
     processes(1, place, *RL, "--out", "alone")
     processes(2, place, *RL, "--out", "straight", "--train.shard", shard)

@@ -152,6 +152,7 @@ def hash_of(tensor):
     return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_parts_of_one_number_of_processes_are_read_by_another(place):
     processes(1, place, *LONG, "--steps", "4", "--out", "whole")
     processes(2, place, *LONG, "--out", "run", *SHARDED, before=telling)
@@ -188,7 +189,7 @@ def killed_in_save(number, delay):
     Parts._save = dying
 
 
-@pytest.mark.parametrize("tries", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tries", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_sharded_run_that_is_killed_at_any_moment_ends_in_the_same_bytes(place, tries):
     """All ranks, at any moment and, every other time, while both write their parts."""
     rng, torn = random.Random(tries), 0
@@ -266,7 +267,7 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("case", TURNS)
+@pytest.mark.parametrize("case", ["ppo", *(pytest.param(c, marks=pytest.mark.slow) for c in TURNS if c != "ppo")])
 def test_a_run_may_be_sharded_or_not_from_one_resume_to_the_next(place, case):
     """In one process, where both are the same bit for bit."""
     command, how = TURNS[case][0], [*TURNS[case], "--optim.schedule", "constant"]

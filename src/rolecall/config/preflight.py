@@ -36,7 +36,7 @@ def check_address_space() -> None:
 def check_paths(options: Any) -> None:
     """Raise, in one sentence, if an option names a file or folder that is not there. Names that may stand for something
     else (a task, a hub id, a module) are left to whoever opens them."""
-    reads_addresses = options.command in ("rl", "rescore")
+    reads_addresses = getattr(options, "command", None) in ("rl", "rescore")
     for name, value in _named(options):
         if name in _MODELS and value.startswith(("http://", "https://")):
             _check_api(options, name, value)
