@@ -1,5 +1,5 @@
 """What it costs to sample through a server instead of in the trainer's process, and how long weights take to get there:
-`python benchmarks/servers.py [MODEL | smollm2] [--vllm] [--turns N]`.
+`python benchmarks/servers.py [MODEL | smollm2] [--vllm] [--turns N] [--sync]`.
 
 All sides do the same work in turns in one run, so that a machine with other work slows all. Writes the part of
 docs/performance.md that is about this model and server.
@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="tiny")
     parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--sync", action="store_true", help="no sampling: how weights get there only")
     given = parser.parse_args()
     os.environ |= {
         "ROLECALL_SERVER_KEY": secrets.token_urlsafe(24),
@@ -79,11 +80,13 @@ def main() -> None:
 
         model = str(smollm2_path())
     with served(model, *(["--vllm", "--vllm-args=--enforce-eager"] if given.vllm else [])) as url:
-        found, rates = measure(model, url, turns=given.turns, vllm=given.vllm)
+        found, rates = measure(model, url, turns=given.turns, vllm=given.vllm, sync_only=given.sync)
     write(given, table(given, found, rates))
 
 
-def measure(model: str, url: str, *, turns: int, vllm: bool) -> tuple[dict[str, list[float]], dict[int, float]]:
+def measure(
+    model: str, url: str, *, turns: int, vllm: bool, sync_only: bool
+) -> tuple[dict[str, list[float]], dict[int, float]]:
     """Seconds of each kind of work in each turn, and tokens a second by the number of clients."""
     from rolecall.config.parts import EngineOptions
     from rolecall.jobs.models import sampler
@@ -101,6 +104,7 @@ def measure(model: str, url: str, *, turns: int, vllm: bool) -> tuple[dict[str, 
     loaded = load(model)
     here = open_engine(loaded, name="native", max_rows=256)
     found: dict[str, list[float]] = {}
+    rates: dict[int, float] = {}
 
     def note(name: str, work: Callable[[], Any]) -> None:
         found.setdefault(name, []).append(seconds(work))
@@ -114,11 +118,11 @@ def measure(model: str, url: str, *, turns: int, vllm: bool) -> tuple[dict[str, 
             weights = merged_weights(source)
             note(f"here {way}", lambda weights=weights, turn=turn: here.load(weights, turn))
             note(way, lambda weights=weights, turn=turn, there=there: there.load(weights, turn))
-            if way == "directory":
+            if way == "directory" and not sync_only:
                 step = [replace(request, step=turn) for request in asked]
                 note("generate here", lambda step=step: here.generate(step))
                 note("generate there", lambda step=step, there=there: there.generate(step))
-        if way == "directory":
+        if way == "directory" and not sync_only:
             rates = {count: clients(there, asked[0], count) for count in CLIENTS}
         there.close()
     return {name: times[1:] for name, times in found.items()}, rates  # the first of each warms up
@@ -148,7 +152,13 @@ def table(given: argparse.Namespace, found: dict[str, list[float]], rates: dict[
         spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
         return f"| {what} | {middle[one] * 1e3:.0f} ms | {middle[other] * 1e3:.0f} ms | {spread} |"
 
-    words = " ".join([given.model if given.model != "tiny" else "", *(["--vllm"] if given.vllm else [])]).strip()
+    words = " ".join(
+        [
+            given.model if given.model != "tiny" else "",
+            *(["--vllm"] if given.vllm else []),
+            *(["--sync"] if given.sync else []),
+        ]
+    ).strip()
     prompts = PROMPTS if given.turns > 5 else 2
     return [
         f"`python benchmarks/servers.py {words}`".replace(" `", "`")
@@ -157,11 +167,13 @@ def table(given: argparse.Namespace, found: dict[str, list[float]], rates: dict[
         "",
         "| work | in the process | through the server | ratio |",
         "|---|---|---|---|",
-        row("sampling a step", "generate here", "generate there"),
+        *([] if given.sync else [row("sampling a step", "generate here", "generate there")]),
         *(row(f"sync {what}", f"here {way}", way) for way, what in WAYS.items() if way in found),
-        "",
-        "| clients, each with one request of one answer in flight | tokens a second |",
-        "|---|---|",
+        *(
+            ["", "| clients, each with one request of one answer in flight | tokens a second |", "|---|---|"]
+            if rates
+            else []
+        ),
         *(f"| {count} | {rate:,.0f} |" for count, rate in rates.items()),
     ]
 
