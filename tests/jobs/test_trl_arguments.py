@@ -123,7 +123,6 @@ def test_an_environment_factory_is_an_environment():
         ({"rows": "addition"}, "`train_dataset` is `rows` under another name; keep one"),
         ({"reward": "exact", "reward_funcs": accuracy}, "`reward_funcs` is `reward` under another name; keep one"),
         ({"tools": [add]}, "`tools` say nothing of what an episode is worth: give a `reward` function, too"),
-        ({"tools": [add], "reward": spoken, "env": Counter}, "make them methods of its class"),
         ({"tools": ["add"], "reward": spoken}, r"tools are functions, as in tools=\[add\], got 'add'"),
         ({"environment_factory": {"a": Counter}}, "a run has one environment"),
         ({"samples": 4, "reward": accuracy}, "`num_generations` sets `samples`, and so does `samples`"),

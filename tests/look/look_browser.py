@@ -54,7 +54,7 @@ class Browser:
             self.driver.get_log(kind)
         self.driver.get(page if isinstance(page, str) else page.absolute().as_uri())
 
-    def until(self, holds: Callable[[], object], *, seconds: float = 10.0):
+    def until(self, holds: Callable[[], object], *, seconds: float = 60.0):
         """What `holds` returns once that is something."""
         end, found = time.monotonic() + seconds, None
         while not found:

@@ -52,7 +52,7 @@ CASES = {
     ],
 }
 SHARDED = ("--train.shard", "fsdp2")
-SLOW = ("recomputed activations", "hf", "expert iteration")
+SLOW = {*CASES} - {"ppo", "sft", "agents"}
 """What differs from another case in little that sharding touches."""
 
 
@@ -94,6 +94,7 @@ def test_what_two_processes_hold_in_parts_trains_as_one_process_does(place, case
         assert together == pytest.approx(alone, rel=2e-3, abs=2e-5)
 
 
+@pytest.mark.slow
 def test_in_mixed_precision_parts_train_as_the_whole_does_within_its_rounding(place):
     bf16 = [*CASES["ppo"], "--policy.mixed_precision", "bf16"]
     processes(2, place, *bf16, "--out", "whole")
@@ -285,6 +286,7 @@ def test_a_run_may_be_sharded_or_not_from_one_resume_to_the_next(place, case):
     assert [one["bit_exact"] for one in resumed] == [True, True]
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_sharded_with_what_they_held_whole_and_say_that_it_is_not_bit_exact(place):
     processes(2, place, *LONG, "--steps", "2", "--out", "run")
     processes(2, place, "rl", "--resume", "--steps", "3", "--out", "run", "--quiet", *SHARDED)
