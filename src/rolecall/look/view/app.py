@@ -90,17 +90,18 @@ class _Site:
         return HTMLResponse(self.pages.error("there is no such page here"), status_code=404)
 
     async def table_events(self, request: Request) -> Response:
-        """Says when the table of runs has changed."""
+        """Says when the table of runs is no longer the one that was seen."""
+        seen = request.headers.get("last-event-id") or request.query_params.get("seen", "")
 
         async def told() -> AsyncIterator[str | None]:
-            before = await run_in_threadpool(self.pages.table_key)
+            nonlocal seen
             while True:
+                now = await run_in_threadpool(self.pages.table_key)
+                if now != seen:
+                    seen = now
+                    yield f"id: {now}\nevent: changed\ndata: {{}}\n\n"
                 yield None
                 await self._wait(_TABLE_EVERY_S)
-                now = await run_in_threadpool(self.pages.table_key)
-                if now != before:
-                    before = now
-                    yield "event: changed\ndata: {}\n\n"
 
         return self._stream(request, told())
 
