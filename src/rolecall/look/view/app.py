@@ -65,25 +65,11 @@ class _Site:
 
     def page(self, make: Callable[[Request], str]) -> Callable[[Request], Response]:
         """A page, or one that says in a sentence why there is none."""
-
-        def answer(request: Request) -> Response:
-            try:
-                return HTMLResponse(make(request))
-            except Exception as error:
-                return HTMLResponse(self.pages.error(_sentence(error)), status_code=_status(error))
-
-        return answer
+        return _answering(make, HTMLResponse, self.pages.error)
 
     def data(self, make: Callable[[Request], Any]) -> Callable[[Request], Response]:
         """JSON, or a sentence in it."""
-
-        def answer(request: Request) -> Response:
-            try:
-                return _json(make(request))
-            except Exception as error:
-                return _json({"error": _sentence(error)}, _status(error))
-
-        return answer
+        return _answering(make, _json, lambda why: {"error": why})
 
     async def nowhere(self, request: Request, error: Exception) -> Response:
         """The page for an address that is none."""
@@ -152,6 +138,18 @@ class _Site:
                     yield ": still here\n\n"
 
         return StreamingResponse(sent(), media_type="text/event-stream")
+
+
+def _answering(
+    make: Callable[[Request], Any], answer: Any, failed: Callable[[str], Any]
+) -> Callable[[Request], Response]:
+    def answering(request: Request) -> Response:
+        try:
+            return answer(make(request))
+        except Exception as error:
+            return answer(failed(_sentence(error)), _status(error))
+
+    return answering
 
 
 def _given(request: Request) -> list[str]:
