@@ -37,11 +37,12 @@ from rolecall.policy.lora import has_adapter, merged
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.token_text import token_bytes
 from rolecall.recipes.ahead import Ahead, InOrder, Lane
-from rolecall.recipes.collect import Answers, Collector, OfRows, StoredAnswers, Unasked, run_state
+from rolecall.recipes.collect import Answers, Collector, OfRows, run_state
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.guard import Guard
 from rolecall.recipes.records import Records
 from rolecall.recipes.rl import RLLearner, engine_weights
+from rolecall.recipes.stored_answers import StoredAnswers, Unasked
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine, warn_if_support_is_cut
 from rolecall.rollout.native import NativeEngine

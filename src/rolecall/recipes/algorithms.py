@@ -10,6 +10,7 @@ for each.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -170,17 +171,18 @@ POLICY_LOSSES: dict[str, Callable[[AlgorithmOptions, Tensor, Tensor, Tensor, Ten
 
 def algorithm_of(o: AlgorithmOptions, coefficients: Coefficients) -> Algorithm:
     """The algorithm that the options name."""
+    return Algorithm(advantage=partial(ADVANTAGES[o.name], o, coefficients), loss=partial(loss_terms, o, coefficients))
 
-    def advantage(batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        return ADVANTAGES[o.name](o, coefficients, batch)
 
-    def loss(out: Outputs, batch: Batch) -> dict[str, Term]:
-        terms = {"policy": policy_term(o, coefficients, policy_loss(o, out, batch), batch)}
-        if o.critic != "none":
-            terms["value"] = value_term(o, out, batch)
-        return terms | regularisers(o, coefficients, out, batch)
-
-    return Algorithm(advantage=advantage, loss=loss)
+def loss_terms(o: AlgorithmOptions, coefficients: Coefficients, out: Outputs, batch: Batch) -> dict[str, Term]:
+    """The policy's loss, the critic's, and what holds the policy back. Without old log-probs the ratio is exactly 1 and
+    only its gradient is left."""
+    old = out.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    values = POLICY_LOSSES[o.policy_loss](o, out.logprobs, old, required(batch.advantages), trained(batch))
+    terms = {"policy": policy_term(o, coefficients, weighted(values, batch), batch)}
+    if o.critic != "none":
+        terms["value"] = value_term(o, out, batch)
+    return terms | regularisers(o, coefficients, out, batch)
 
 
 def boosted(loss: Loss, wider: Loss) -> Loss:
@@ -195,14 +197,6 @@ def boosted(loss: Loss, wider: Loss) -> Loss:
         return terms
 
     return mixed
-
-
-def policy_loss(o: AlgorithmOptions, out: Outputs, batch: Batch) -> Tensor:
-    """[batch, time]. Without old log-probs the ratio is exactly 1 and only its gradient is left."""
-    mask = trained(batch)
-    old = out.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    values = POLICY_LOSSES[o.policy_loss](o, out.logprobs, old, required(batch.advantages), mask)
-    return weighted(values, batch)
 
 
 def clipped(o: AlgorithmOptions, new: Tensor, old: Tensor, a: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,9 +22,9 @@ from rolecall.maths.roles import Role, TrainRule
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.model import Against, Outputs, PolicyModel
 from rolecall.policy.sharded import is_sharded
-from rolecall.recipes.algorithms import Algorithm, Coefficients
+from rolecall.recipes.algorithms import Algorithm, Coefficients, required
 from rolecall.recipes.credit import turn_fields
-from rolecall.recipes.experience import compared, or_nan
+from rolecall.recipes.experience import or_nan, with_advantages
 from rolecall.recipes.replay import start_weights
 from rolecall.train.reference import Reference
 from rolecall.train.score import score
@@ -102,7 +102,9 @@ class Preparer:
         """`make` gives the algorithm once the coefficients are complete; `baselines` are scores of greedy answers, `extras` what
         else is known of each trajectory."""
         joined = Joined(trajectories)
-        batch, known = self._judged(trajectories, totals, joined, source, baselines)
+        batch, known = self._scored(trajectories, totals, joined, source, baselines)
+        facts = self._facts(trajectories, batch, known, joined, source)
+        batch = replace(batch, verdicts=self.rule.verdicts(batch.roles, **facts))
         if self.options.algorithm.credit != "episode":
             batch = replace(batch, **turn_fields(trajectories, extras, joined, width=batch.ids.shape[1]))  # type: ignore[arg-type]
         eligible = self.rule.eligible(batch.roles)
@@ -114,7 +116,8 @@ class Preparer:
         if self.options.algorithm.bootstrap_truncated and self.module.has_values:
             coefficients = replace(coefficients, bootstrap=joined.last(self._values_behind(batch, cut_off)))
         algorithm = make(coefficients)
-        return Prepared(batch=compared(batch, joined, algorithm), joined=joined, kl=kl, algorithm=algorithm)
+        batch = with_advantages(batch, joined, algorithm.advantage(joined.batch(batch)))
+        return Prepared(batch=batch, joined=joined, kl=kl, algorithm=algorithm)
 
     def score(
         self,
@@ -138,7 +141,7 @@ class Preparer:
                 keep=keep,
             )
 
-    def _judged(
+    def _scored(
         self,
         trajectories: Sequence[Trajectory],
         totals: Sequence[float | None],
@@ -146,34 +149,39 @@ class Preparer:
         source: Source,
         baselines: Sequence[float | None] | None,
     ) -> tuple[Batch, Tensor]:
-        """The batch with scores and verdicts, and [batch, time] where what is needed of the record is known."""
-        o, batch = self.options.algorithm, collate(trajectories)
+        """The batch with its scores, and [batch, time] where what is needed of the record is known."""
+        batch = collate(trajectories)
         if joined.cut:
             batch = replace(batch, episodes=joined.names)
         aborted = torch.tensor([t.finish is Finish.ABORT for t in trajectories])
         ended = torch.tensor([t.finish in (Finish.STOP, Finish.ENVIRONMENT) for t in trajectories])
-        cut_off = torch.tensor([t.finish.truncated for t in trajectories])
         scores = torch.where(aborted, torch.nan, self._shaped_scores(batch, totals, stopped=ended))
         if baselines is not None:  # without its baseline an answer has nothing to be compared with
             batch = replace(batch, baselines=or_nan(baselines))
             scores = torch.where(or_nan(baselines).isnan(), torch.nan, scores)
         if source.fresh and self.options.lessons.on:
             batch = replace(batch, guided=torch.tensor([t.behaviour_prompt_ids is not None for t in trajectories]))
-        include, known = ~scores.isnan(), torch.ones(batch.ids.shape, dtype=torch.bool)
+        known = torch.ones(batch.ids.shape, dtype=torch.bool)
         if source.recorded or batch.guided is not None:
             batch, known = _recorded(batch, self.rule.eligible(batch.roles))
-        flat = None
+        return replace(batch, scores=scores), known
+
+    def _facts(
+        self, trajectories: Sequence[Trajectory], batch: Batch, known: Tensor, joined: Joined, source: Source
+    ) -> dict[str, Tensor | None]:
+        """What speaks against training on a position, for `TrainRule.verdicts`."""
+        o, scores = self.options.algorithm, required(batch.scores)
+        aborted = torch.tensor([t.finish is Finish.ABORT for t in trajectories])
+        include, flat = ~scores.isnan(), None
         if o.drop_flat or (source.fresh and self.options.replay.replace_flat):
             flat = joined.split(flat_groups(joined.first(scores), joined.groups, include=joined.first(include)), 0)
-        verdicts = self.rule.verdicts(
-            batch.roles,
-            bad_record=aborted[:, None] | ~known,
-            reward_failed=~include,
-            blackout=runs_in(batch, self._blackout) if self._blackout else None,
-            truncated=cut_off if o.drop_truncated else None,
-            flat_group=flat,
-        )
-        return replace(batch, scores=scores, verdicts=verdicts), known
+        return {
+            "bad_record": aborted[:, None] | ~known,
+            "reward_failed": ~include,
+            "blackout": runs_in(batch, self._blackout) if self._blackout else None,
+            "truncated": torch.tensor([t.finish.truncated for t in trajectories]) if o.drop_truncated else None,
+            "flat_group": flat,
+        }
 
     def _shaped_scores(self, batch: Batch, totals: Sequence[float | None], *, stopped: Tensor) -> Tensor:
         """[batch] scores with the recipe's clipping and penalties; NaN where the reward failed."""
