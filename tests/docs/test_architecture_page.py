@@ -82,6 +82,7 @@ class Counting:
         return {}
 
 
+ROOMS = ("cli", "jobs", "recipes", "train")
 TRACED: list[tuple[str, list[tuple[str, str]]]] = []
 
 
@@ -91,9 +92,9 @@ def stations(landmark):
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         name = frame.f_code.co_qualname.partition(".<locals>")[0]
-        if path.is_relative_to(SRC) and path.relative_to(SRC).parts[0] in ("cli", "jobs", "recipes", "train"):
-            if name != "<lambda>":  # the table of losses is one of lambdas
-                found.insert(0, (str(path.relative_to(SRC)), name))
+        # The table of losses is one of lambdas.
+        if any(path.is_relative_to(SRC / room) for room in ROOMS) and name != "<lambda>":
+            found.insert(0, (str(path.relative_to(SRC)), name))
         frame = frame.f_back
     TRACED.append((landmark, list(dict.fromkeys(found))))
 
