@@ -17,7 +17,7 @@ from rolecall.jobs.models import start_reward_model
 from rolecall.maths.losses import bradley_terry
 from rolecall.policy.heads import Critic, RewardModel
 from rolecall.policy.load import load
-from rolecall.recipes.preferences import Pair
+from rolecall.recipes.rendering import Pair
 from rolecall.recipes.reward_model import (
     RewardModelLearner,
     calibration_error,

@@ -16,11 +16,11 @@ import pytest
 from rolecall.policy.headers import MAX_HEADER_BYTES, FormatError
 from rolecall.train import checkpoint, manifest
 from rolecall.train.checkpoint import cut_after, differences, latest, save, sweep, verify
-from rolecall.train.formats import check_format
 from rolecall.train.manifest import (
     MANIFEST,
     DamagedCheckpointError,
     RefusedCheckpointError,
+    check_format,
     check_model,
     seal_model,
 )
@@ -375,7 +375,7 @@ def test_header_bombs_cost_little_memory(tmp_path):
 import resource
 from pathlib import Path
 from rolecall.policy.headers import FormatError
-from rolecall.train.formats import check_format
+from rolecall.train.manifest import check_format
 import numpy
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 refused = 0

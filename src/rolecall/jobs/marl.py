@@ -14,8 +14,7 @@ from rolecall.jobs.running import Run, train
 from rolecall.marl.envs import open_envs
 from rolecall.marl.nets import save_agents
 from rolecall.marl.ppo import ActorCritic
-from rolecall.recipes.marl import PPOLearner, QLearner, networks
-from rolecall.recipes.marl_records import EpisodeRecords
+from rolecall.recipes.marl import EpisodeRecords, PPOLearner, QLearner, networks
 from rolecall.train.callbacks import Given
 from rolecall.train.manifest import RefusedCheckpointError
 from rolecall.train.optim import make_optimizer

@@ -16,7 +16,7 @@ from rolecall.config.given import GIVEN, GivenObject
 from rolecall.config.parts import HeldOutOptions
 from rolecall.config.use import RescoreOptions
 from rolecall.errors import UserError
-from rolecall.experience.joined import Joined
+from rolecall.experience.batches import Joined
 from rolecall.experience.parquet import StoreError
 from rolecall.experience.places import Place, is_address
 from rolecall.experience.store import RolloutDetails, Rollouts, write_rollouts

@@ -22,12 +22,12 @@ from rolecall.jobs.agents import (
     episode_rows,
     open_arena,
     open_envs,
+    open_lessons,
     open_turn_judge,
     try_out,
 )
 from rolecall.jobs.building import Built, Job, build_policy, loop_options, prepared
 from rolecall.jobs.data import PromptRows, check_prompts, open_judge, open_training_reward, prompt_rows, steps_of
-from rolecall.jobs.lessons import open_lessons
 from rolecall.jobs.models import as_served, engine_dtype, fingerprint, open_policy, open_reward_model, samplers
 from rolecall.jobs.prompting import style_of
 from rolecall.jobs.running import Run, train

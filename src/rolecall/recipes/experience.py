@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rolecall.experience.joined import Joined
+from rolecall.experience.batches import Joined
 from rolecall.experience.replay import StoredGroup
 from rolecall.recipes.algorithms import Algorithm
 from rolecall.recipes.collect import Collected

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from rolecall.config.experience import ReplayOptions
 from rolecall.config.rl import RLOptions
-from rolecall.experience.batches import join
-from rolecall.experience.joined import Joined
+from rolecall.experience.batches import Joined, join
 from rolecall.experience.replay import Drawn, Limits, ReplayBuffer, StoredGroup
 from rolecall.maths import losses
 from rolecall.maths.roles import Verdict

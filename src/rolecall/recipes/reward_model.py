@@ -24,7 +24,7 @@ from rolecall.policy.heads import RewardModel
 from rolecall.policy.load import Dtype
 from rolecall.policy.packing import right_padded
 from rolecall.recipes.given_rows import RowsLearner
-from rolecall.recipes.preferences import Pair, Pairs, read_pairs
+from rolecall.recipes.rendering import Pair, Pairs, read_pairs
 from rolecall.rewards.model import RewardSettings, encode_answer, score_ids, write_settings
 from rolecall.tasks.kinds import Record
 from rolecall.tasks.rows import Rows

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from rolecall.files import disk_errno, disk_error
 from rolecall.policy.sharded import local
-from rolecall.train.formats import check_format
+from rolecall.train.manifest import check_format
 
 
 class NotFinite(RuntimeError):

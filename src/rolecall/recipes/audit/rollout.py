@@ -9,9 +9,21 @@ from rolecall.errors import UserError
 from rolecall.maths.advantages import flat_groups
 from rolecall.maths.roles import Role, TrainRule, Verdict
 from rolecall.policy.token_text import token_bytes
-from rolecall.recipes.audit.records import Finding, Rolled, Scores, Setup, TokenSample, error, ok, skipped, warning
+from rolecall.recipes.audit.records import (
+    Finding,
+    Rolled,
+    Scores,
+    Setup,
+    TokenSample,
+    error,
+    named,
+    ok,
+    quoted,
+    share,
+    skipped,
+    warning,
+)
 from rolecall.recipes.audit.rows import Prompts
-from rolecall.recipes.audit.tokens import named, quoted, share
 from rolecall.recipes.collect import answer_text, prompt_request, run_state, sample_of, trajectory_of
 from rolecall.rewards.records import Sample
 from rolecall.tasks.rows import place_of
