@@ -1,4 +1,4 @@
-"""From trajectories to a rectangle, and what cuts it into micro-batches that fit."""
+"""From trajectories to a rectangle, micro-batches that fit, and which rows are one sequence."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
