@@ -60,8 +60,7 @@ def compile_layers(module: nn.Module) -> int:
     Names and weights stay as they are, and copies are not compiled. The model's own forward pass is used from here on, not
     the flat one, which has kernels of its own.
     """
-    parts = list(module.modules())
-    names = {name for part in parts for name in getattr(part, "_no_split_modules", None) or ()}
+    parts, names = list(module.modules()), layer_names(module)
     layers = [part for part in parts if type(part).__name__ in names]
     for part in parts:
         if isinstance(part, PolicyModel | ScalarModel):
@@ -69,3 +68,8 @@ def compile_layers(module: nn.Module) -> int:
     for layer in layers:
         layer.compile(dynamic=True)
     return len(layers)
+
+
+def layer_names(module: nn.Module) -> set[str]:
+    """The classes of the layers that models inside are made of, as transformers names them."""
+    return {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}

@@ -202,10 +202,12 @@ class Loop:
             return self._diverged(step, what + (f", first {self._blame}" if self._blame else ""))
         error = self._unscored(step, metrics)
         reached = improved = False
-        if error is None and self._due(step, o.eval_every):
+        due = self.evaluate is not None and o.eval_every and (step % o.eval_every == 0 or step == o.steps)
+        if error is None and due:
             score = self._evaluate(step, stop)
             improved = self.best_step == step
-            reached = o.stop_at is not None and score is not None and self._reaches(score, o.stop_at)
+            if o.stop_at is not None and score is not None:
+                reached = score == o.stop_at or self._beats(score, o.stop_at)
         if error is None and not reached:
             error = self._untrained(over=step == o.steps)
         asked = self._stop_request(stop)
@@ -274,9 +276,6 @@ class Loop:
     def _bad_tensor(self, step: int) -> str | None:
         found = None if self.updater is None else self.updater.not_finite
         return f"{found} at step {step}" if found else None
-
-    def _due(self, step: int, every: int) -> bool:
-        return self.evaluate is not None and bool(every) and (step % every == 0 or step == self.options.steps)
 
     def _way_back(self) -> Callable[[], None]:
         """Takes back what collecting changes."""
@@ -372,9 +371,6 @@ class Loop:
 
     def _beats(self, score: float, other: float) -> bool:
         return score < other if self.options.lower else score > other
-
-    def _reaches(self, score: float, other: float) -> bool:
-        return score == other or self._beats(score, other)
 
     def _save(self, step: int, stop: StopSignals, *, wait: bool) -> None:
         protect = {self.best_step} if self.best_step is not None else set()
