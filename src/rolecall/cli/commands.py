@@ -62,7 +62,7 @@ COMMANDS = (
         "printing:report",
         light=True,
     ),
-    _uses("view", "a local page over all runs, live while they train", "view:ViewOptions", "viewing:view", light=True),
+    _uses("view", "a local page over all runs, live while they train", "view:ViewOptions", "printing:view", light=True),
     _uses(
         "doctor",
         "what looks wrong with a run, which answers show it, what to try first",

@@ -1,4 +1,4 @@
-"""Options of episodes of several turns."""
+"""Options of episodes of several turns, and of lessons from them."""
 
 from dataclasses import dataclass, field
 from typing import Literal

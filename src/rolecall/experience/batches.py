@@ -1,4 +1,4 @@
-"""From trajectories to a rectangle, and what cuts it into micro-batches that fit."""
+"""From trajectories to a rectangle, micro-batches that fit, and which rows are one sequence."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -174,7 +174,8 @@ class Joined:
     @cached_property
     def names(self) -> Tensor:
         """[batch] the same, in numbers that stay the same in another batch."""
-        return torch.tensor([_number(t) for t in self._trajectories])
+        names = [f"{t.group}/{t.agent}/{t.episode}" for t in self._trajectories]
+        return torch.tensor([int.from_bytes(sha256(name.encode()).digest()[:7]) for name in names])
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -218,10 +219,6 @@ class Joined:
             return batch
         fields = {n: self.first(x) if x.dim() == 1 else self.join(x) for n, x in batch.tensors()}
         return replace(batch, **{**fields, "groups": self.groups, "episodes": None, "supports": None})  # type: ignore[arg-type]
-
-
-def _number(t: Trajectory) -> int:
-    return int.from_bytes(sha256(f"{t.group}/{t.agent}/{t.episode}".encode()).digest()[:7])
 
 
 def flat_supports(rows: Sequence[tuple[bytes, ...] | None], lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

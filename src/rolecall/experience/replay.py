@@ -239,7 +239,7 @@ class ReplayBuffer:
 
     def add(self, groups: Sequence[StoredGroup]) -> None:
         """Take in groups that have something to learn from; the oldest make room."""
-        self._groups += [group for group in groups if self._worth_keeping(group)]
+        self._groups += [group for group in groups if group.scored and (self.keep_flat or not group.flat)]
         del self._groups[: max(0, len(self._groups) - self.limits.size)]
 
     def draw(self, count: int, *, version: int, step: int) -> Drawn:
@@ -284,9 +284,6 @@ class ReplayBuffer:
     def clear(self) -> None:
         """Hold nothing."""
         self._groups = []
-
-    def _worth_keeping(self, group: StoredGroup) -> bool:
-        return bool(group.scored) and (self.keep_flat or not group.flat)
 
     def _known(self, group: StoredGroup) -> Known:
         solved = sum(total >= self.solved_at for total in group.scored)

@@ -1,4 +1,4 @@
-"""Environments and their rows from the names a user gives."""
+"""Environments, their rows and lessons from the names a user gives."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence

@@ -58,15 +58,7 @@ def build(job: Job) -> Built:
     policy = open_model(options.model, **reading(options.policy))
     check_prompts(found, policy, options.chat)
     engine = sampler(policy, options)
-    asker = Asker(
-        policy=policy,
-        engine=engine,
-        reward=reward,
-        rows=found,
-        chat=options.chat,
-        sampling=options.sampling,
-        timer=job.timer,
-    )
+    asker = Asker.of(options, policy=policy, engine=engine, reward=reward, rows=found, timer=job.timer)
     learner = BestOfN(options, asker=asker, judge=judge, model=engine.hash, tokenizer=fingerprint(policy))
 
     def write(directory: Path, extra: dict[str, Any]) -> None:

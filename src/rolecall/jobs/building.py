@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from rolecall.policy.compiling import compile_layers
-from rolecall.policy.device import set_tf32
+from rolecall.policy.device import compile_layers, set_tf32
 from rolecall.policy.load import LoadedModel, save
 from rolecall.policy.lora import export, export_parts, has_adapter
 from rolecall.policy.model import PolicyModel
@@ -77,7 +76,7 @@ class Built:
     """How prompts are put to the model: chat (messages in its template) or text; None if unknown, or both."""
 
 
-def prepared(module: torch.nn.Module, job: Job, *, reference: Reference | None = None) -> Updater:
+def make_updater(module: torch.nn.Module, job: Job, *, reference: Reference | None = None) -> Updater:
     """What trains a module: it and its optimiser, made ready for the device and the processes, and so is the reference."""
     options, accelerator = job.options, job.accelerator
     optim, train, device = options.optim, options.train, accelerator.device

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.config.training import RMOptions
-from rolecall.jobs.building import Built, Job, build_model, loop_options, prepared
+from rolecall.jobs.building import Built, Job, build_model, loop_options, make_updater
 from rolecall.jobs.data import preferences, steps_of
 from rolecall.jobs.models import start_reward_model
 from rolecall.jobs.running import Run, train
@@ -55,7 +55,7 @@ def build(job: Job) -> Built:
     how = {"chat": options.chat, "max_length": options.max_length, "limit": options.eval.rows}
     held = None if held_out is None else make_pairs(model, held_out, **how).pairs
     options = steps_of(options, pairs.pairs, options.batch)
-    updater = prepared(model, job)
+    updater = make_updater(model, job)
     learner = RewardModelLearner(options, updater=updater, pairs=pairs.pairs)
 
     def save_model(directory: Path | None) -> None:

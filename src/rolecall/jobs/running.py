@@ -273,7 +273,7 @@ def _finish(started: _Started, outcome: Outcome) -> Run:
             built.finish(run)
         elif built.parts is not None and built.save_model is not None:
             built.save_model(None)
-    outcome = loop.tell_end(outcome)
+    outcome = loop.notify_end(outcome)
     if run is not None and outcome.exit_code in (ExitCode.ERROR, ExitCode.DISK, ExitCode.RETRY):
         note_end(run, outcome.reason)
     lines = read_lines(run.metrics.path) if run is not None else []

@@ -15,6 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from rolecall.marl.episodes import EpisodeBatch
+from rolecall.maths.reduce import masked_sum
+
 UNAVAILABLE = -1e9
 """Stands for minus infinity where an action may not be done: finite, so that no arithmetic turns it into NaN."""
 
@@ -284,3 +287,82 @@ def _constant(layer: nn.Module, bias: Tensor) -> None:
     assert isinstance(layer, nn.Linear)
     layer.weight.zero_()
     layer.bias.copy_(bias)
+
+
+def action_scores(agents: Agents, batch: EpisodeBatch, inputs: Tensor | None = None) -> Tensor:
+    """[batch, time, agent, action]: what the networks say in every filled slot, 0 elsewhere.
+
+    Recurrent networks walk the episodes from their beginning with an empty memory; the others see filled slots alone.
+    `inputs` are `agent_inputs` if they are at hand.
+    """
+    x = agent_inputs(agents, batch) if inputs is None else inputs
+    if agents.shape.recurrent:
+        scores, _ = agents(torch.where(batch.filled[..., None], x, 0.0).transpose(0, 1))
+        return torch.where(batch.filled[..., None], scores.transpose(0, 1), 0.0)
+    filled = batch.filled[..., 0]
+    found, _ = agents(x[filled][None])
+    scores = found.new_zeros(*filled.shape, *found.shape[2:])
+    return scores.masked_scatter(filled[..., None, None], found[0])
+
+
+def agent_inputs(agents: Agents, batch: EpisodeBatch) -> Tensor:
+    """[batch, time, agent, inputs]."""
+    last = None
+    if agents.shape.last_action:
+        onehot = batch.actions_onehot
+        last = torch.cat([torch.zeros_like(onehot[:, :1]), onehot[:, :-1]], 1)
+    return agents.inputs(batch.obs, last)
+
+
+def available(scores: Tensor, avail: Tensor) -> Tensor:
+    """Scores with what may not be done pushed out of reach. Where nothing may be done they stay."""
+    nothing = ~avail.any(-1, keepdim=True)
+    return torch.where(avail | nothing, scores, UNAVAILABLE)
+
+
+class RunningMoments(nn.Module):
+    """Moments of all values so far, or, with `decay`, mostly of the latest; padding never enters.
+
+    Its buffers are state: they are saved and come back with the module.
+    """
+
+    count: Tensor
+    mean: Tensor
+    square: Tensor
+
+    def __init__(self, *, decay: float | None = None) -> None:
+        super().__init__()
+        self.decay = decay
+        for name in ("count", "mean", "square"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.float64))
+
+    def update(self, x: Tensor, mask: Tensor) -> None:
+        """Take in the values where the mask is True."""
+        x = x.detach().double()
+        count = mask.sum().double()
+        if not float(count):
+            return
+        mean, square = masked_sum(x, mask) / count, masked_sum(x.square(), mask) / count
+        if not bool(torch.isfinite(mean + square)):
+            return
+        if self.decay is not None:  # weights of a mean that forgets, without the bias of its start at 0
+            count = torch.tensor(1 - self.decay, dtype=torch.float64)
+            self.count.mul_(self.decay)
+        share = count / (self.count + count)
+        self.count += count
+        self.mean += share * (mean - self.mean)
+        self.square += share * (square - self.square)
+
+    @property
+    def std(self) -> Tensor:
+        """Never 0: of a constant it is 1."""
+        variance = (self.square - self.mean.square()).clamp(min=0)
+        return torch.where(variance > 1e-8 * self.square.clamp(min=1e-8), variance.sqrt(), 1.0)
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """(x - mean) / std."""
+        return ((x - self.mean) / self.std).to(x.dtype)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """x std + mean: the way back."""
+        return (x * self.std + self.mean).to(x.dtype)

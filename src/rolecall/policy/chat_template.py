@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: conversations as text, and where an answer stands in it."""
+"""A tokenizer's chat template: conversations as text, where an answer stands in it, and what rows pass to it."""
 
 import json
 import warnings

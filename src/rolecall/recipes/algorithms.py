@@ -3,7 +3,7 @@
     advantage(batch) -> [batch] or [batch, time], or a pair (advantages, returns) where there is a critic
     loss(outputs, batch) -> {term: Term}
 
-`AlgorithmOptions` holds the choices, `Coefficients` the numbers that move while training. What an algorithm needs of the batch
+A user's own advantage and loss are checked here, where they return. `AlgorithmOptions` holds the choices, `Coefficients` the numbers that move while training. What an algorithm needs of the batch
 (scores, rewards, values, old and reference log-probs) has been computed before it is asked. docs/algorithms has a page
 for each.
 """

@@ -82,7 +82,7 @@ def run_state(options: Any, order: RowOrder | StreamOrder | None, step: int, *, 
     return trainer_state(step=step, steps=options.steps, taken=taken, rows=rows, per_step=options.prompts, rank=rank)
 
 
-class OfRows:
+class RowsCollector:
     """What collectors share: rows are taken in order, and each rank has its share of every step's prompts."""
 
     def __init__(self, options: RLOptions, rows: Rows, *, ranks: Ranks | None) -> None:
@@ -156,6 +156,11 @@ class Asker:
     sampling: Sampling
     timer: Timer
 
+    @classmethod
+    def of(cls, options: Any, **parts: Any) -> "Asker":
+        """One that puts prompts and draws answers as the options say."""
+        return cls(chat=options.chat, sampling=options.sampling, **parts)
+
     def ask(
         self,
         chosen: Mapping[int, int],
@@ -214,7 +219,7 @@ class Asker:
         return [sample_of(row, c, answer) for c, answer in zip(group.completions, group.answers, strict=True)]
 
 
-class Answers(OfRows):
+class Answers(RowsCollector):
     """One answer per sample: prompts are taken from the rows in order, each is answered `samples` times.
 
     With `resample`, as many new prompts are taken as groups turned out flat, until there is none or the rounds are used
@@ -233,15 +238,7 @@ class Answers(OfRows):
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__(options, rows, ranks=ranks)
-        self.asker = Asker(
-            policy=policy,
-            engine=engine,
-            reward=reward,
-            rows=rows,
-            chat=options.chat,
-            sampling=options.sampling,
-            timer=timer,
-        )
+        self.asker = Asker.of(options, policy=policy, engine=engine, reward=reward, rows=rows, timer=timer)
 
     def collect(self, step: int) -> Collected:
         """Sample answers to the next prompts and score them."""

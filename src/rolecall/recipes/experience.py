@@ -123,6 +123,6 @@ def with_advantages(batch: Batch, joined: Joined, made: Tensor | tuple[Tensor, T
     )
 
 
-def or_nan(scores: Sequence[float | None]) -> Tensor:
+def nan_for_none(scores: Sequence[float | None]) -> Tensor:
     """[batch] float64; NaN for what is None."""
     return torch.tensor([float("nan") if score is None else score for score in scores], dtype=torch.float64)

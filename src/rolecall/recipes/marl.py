@@ -23,8 +23,7 @@ from rolecall.files import DiskError
 from rolecall.marl.acting import Actor
 from rolecall.marl.buffer import EpisodeBuffer
 from rolecall.marl.envs import Envs, EnvSpec
-from rolecall.marl.moments import RunningMoments
-from rolecall.marl.nets import Agents, AgentShape, Critic, MonotonicMixer, SumMixer
+from rolecall.marl.nets import Agents, AgentShape, Critic, MonotonicMixer, RunningMoments, SumMixer
 from rolecall.marl.ppo import ActorCritic, Steps, ppo_loss, prepare
 from rolecall.marl.q_learning import QNetworks, follow, q_loss
 from rolecall.marl.runner import Round, Runner

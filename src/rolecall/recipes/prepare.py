@@ -23,7 +23,7 @@ from rolecall.policy.load import LoadedModel
 from rolecall.policy.model import Against, Outputs, PolicyModel
 from rolecall.policy.sharded import is_sharded
 from rolecall.recipes.algorithms import Algorithm, Coefficients, required
-from rolecall.recipes.experience import or_nan, with_advantages
+from rolecall.recipes.experience import nan_for_none, with_advantages
 from rolecall.recipes.replay import start_weights
 from rolecall.train.reference import Reference
 from rolecall.train.score import score
@@ -98,7 +98,7 @@ class Preparer:
         baselines: Sequence[float | None] | None = None,
         extras: Sequence[Mapping[str, Any]] = (),
     ) -> Prepared:
-        """`make` gives the algorithm once the coefficients are complete; `baselines` are scores of greedy answers, `extras` what
+        """Scored trajectories as a batch with verdicts and advantages. `make` gives the algorithm once the coefficients are complete; `baselines` are scores of greedy answers, `extras` what
         else is known of each trajectory."""
         joined = Joined(trajectories)
         batch, known = self._scored(trajectories, totals, joined, source, baselines)
@@ -113,7 +113,7 @@ class Preparer:
         batch = self._with_rewards(batch, eligible, kl, joined, coefficients)
         cut_off = torch.tensor([t.finish.truncated for t in trajectories])
         if self.options.algorithm.bootstrap_truncated and self.module.has_values:
-            coefficients = replace(coefficients, bootstrap=joined.last(self._values_behind(batch, cut_off)))
+            coefficients = replace(coefficients, bootstrap=joined.last(self._values_after_end(batch, cut_off)))
         algorithm = make(coefficients)
         batch = with_advantages(batch, joined, algorithm.advantage(joined.batch(batch)))
         return Prepared(batch=batch, joined=joined, kl=kl, algorithm=algorithm)
@@ -156,8 +156,8 @@ class Preparer:
         ended = torch.tensor([t.finish in (Finish.STOP, Finish.ENVIRONMENT) for t in trajectories])
         scores = torch.where(aborted, torch.nan, self._shaped_scores(batch, totals, stopped=ended))
         if baselines is not None:  # without its baseline an answer has nothing to be compared with
-            batch = replace(batch, baselines=or_nan(baselines))
-            scores = torch.where(or_nan(baselines).isnan(), torch.nan, scores)
+            batch = replace(batch, baselines=nan_for_none(baselines))
+            scores = torch.where(nan_for_none(baselines).isnan(), torch.nan, scores)
         if source.fresh and self.options.lessons.on:
             batch = replace(batch, guided=torch.tensor([t.behaviour_prompt_ids is not None for t in trajectories]))
         known = torch.ones(batch.ids.shape, dtype=torch.bool)
@@ -184,7 +184,7 @@ class Preparer:
 
     def _shaped_scores(self, batch: Batch, totals: Sequence[float | None], *, stopped: Tensor) -> Tensor:
         """[batch] scores with the recipe's clipping and penalties; NaN where the reward failed."""
-        o, scores = self.options.algorithm, or_nan(totals)
+        o, scores = self.options.algorithm, nan_for_none(totals)
         if o.score_clip is not None:
             scores = shaping.clip_scores(scores, limit=o.score_clip)
         if o.missing_stop_penalty:
@@ -255,7 +255,7 @@ class Preparer:
         )
         return replace(batch, rewards=joined.split(rewards, batch.ids.shape[1]))
 
-    def _values_behind(self, batch: Batch, cut_off: Tensor) -> Tensor:
+    def _values_after_end(self, batch: Batch, cut_off: Tensor) -> Tensor:
         """[batch] the critic's value after the last token of answers that were cut off, else 0."""
         ends = lengths_of(batch)
         longer = Batch(

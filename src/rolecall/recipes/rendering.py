@@ -1,4 +1,4 @@
-"""From a row to tokens with roles: the one place where prompts and demonstrations are rendered for a policy."""
+"""From a row to tokens with roles: the one place where prompts, demonstrations and pairs are rendered for a policy."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -210,7 +210,7 @@ class RLLearner:
             if result.skipped:
                 sampled = [rollout.trained_trajectories[j] for j in rows.tolist()]
                 names = [f"group {t.group} episode {t.episode}" for t in sampled]
-                self.updater.say_skipped(rollout.step + 1, result, names)
+                self.updater.log_skipped(rollout.step + 1, result, names)
         with self.timer.phase("sync"):
             self.engine.load(engine_weights(self.policy), self.engine.version + 1)
         self._measure(rollout, steps)

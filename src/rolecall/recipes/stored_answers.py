@@ -53,7 +53,7 @@ class StoredAnswers:
         return [i for i, t in enumerate(found.trajectories) if t.group in groups]
 
 
-class Unasked:
+class NoReward:
     """Stands for the reward of a run that scores nothing."""
 
     names: tuple[str, ...] = ()

@@ -67,7 +67,7 @@ class Outcome:
     """True if a step or an evaluation was broken off: other ranks may be anywhere, and are not waited for."""
 
 
-class Asked(IntEnum):
+class StopRequest(IntEnum):
     """Why a run should end after this step, as one number that ranks can agree on."""
 
     NOTHING = 0
@@ -159,7 +159,7 @@ class Loop:
                     outcome = self._after(step, metrics, stop, again=again)
                 return outcome or self._end(step, ExitCode.DONE, f"done after {_counted(step)}")
             except (Dropped, Exception) as error:
-                return self._broken_off(error, stop)
+                return self._end_interrupted(error, stop)
             finally:
                 self.saver.complete()
                 self.progress.end()
@@ -173,14 +173,14 @@ class Loop:
     def _begin(self, start: int, stop: StopSignals) -> Outcome | None:
         """The evaluation before the first step; the outcome if a callback wants no step at all."""
         self._tell("on_begin", start)
-        asked = self._asked(stop)
-        if asked in (Asked.CALLBACK_STOPPED, Asked.CALLBACK_FAILED):
-            return self._end_as_asked(asked, start, stop)
+        asked = self._stop_request(stop)
+        if asked in (StopRequest.CALLBACK_STOPPED, StopRequest.CALLBACK_FAILED):
+            return self._end_as_requested(asked, start, stop)
         if start == 0 and self.evaluate is not None and self.options.eval_every:
             self._evaluate(0, stop)
         return None
 
-    def tell_end(self, outcome: Outcome) -> Outcome:
+    def notify_end(self, outcome: Outcome) -> Outcome:
         """Call the callbacks when the model is written; one that fails now turns the outcome into an error."""
         before = self.callbacks.failed
         self._tell("on_end", outcome.step, outcome)
@@ -202,13 +202,15 @@ class Loop:
             return self._diverged(step, what + (f", first {self._blame}" if self._blame else ""))
         error = self._unscored(step, metrics)
         reached = improved = False
-        if error is None and self._due(step, o.eval_every):
+        due = self.evaluate is not None and o.eval_every and (step % o.eval_every == 0 or step == o.steps)
+        if error is None and due:
             score = self._evaluate(step, stop)
             improved = self.best_step == step
-            reached = o.stop_at is not None and score is not None and self._reaches(score, o.stop_at)
+            if o.stop_at is not None and score is not None:
+                reached = score == o.stop_at or self._beats(score, o.stop_at)
         if error is None and not reached:
             error = self._untrained(over=step == o.steps)
-        asked = self._asked(stop)
+        asked = self._stop_request(stop)
         last = bool(asked) or error is not None or reached or step == o.steps
         not_finite = None
         if last or improved or again or (o.save_every and step % o.save_every == 0):
@@ -216,7 +218,7 @@ class Loop:
                 self._save(step, stop, wait=last)
             except NotFinite as found:
                 not_finite = str(found)
-            asked = self._asked(stop)  # a callback may stop the run when it is told of the checkpoint
+            asked = self._stop_request(stop)  # a callback may stop the run when it is told of the checkpoint
         failures = self.agree(inf if not_finite else float(self.saver.failures))
         if failures == inf:
             return self._diverged(step, not_finite or "a weight is not finite")
@@ -224,17 +226,17 @@ class Loop:
             tries = f"{failures:.0f} tries" if failures > 1 else "the last try"
             why = f"no checkpoint could be written in {tries}{self.saver.why_not}: {self.saver.kept()}"
             return self._end(step, ExitCode.DISK, why)
-        if asked > Asked.CALLBACK_STOPPED:
-            return self._end_as_asked(asked, step, stop)
+        if asked > StopRequest.CALLBACK_STOPPED:
+            return self._end_as_requested(asked, step, stop)
         if error is not None:
             return self._end(step, ExitCode.ERROR, error)
         if asked:
-            return self._end_as_asked(asked, step, stop)
+            return self._end_as_requested(asked, step, stop)
         if reached:
             return self._end(step, ExitCode.DONE, f"{o.main} reached {o.stop_at} at step {step}")
         return None
 
-    def _broken_off(self, error: BaseException, stop: StopSignals) -> Outcome:
+    def _end_interrupted(self, error: BaseException, stop: StopSignals) -> Outcome:
         """A signal's grace is over, or a peer is lost: go back to the last complete step, save it, and end.
 
         Once the weights have moved there is no way back, and the last checkpoint stands. Any other error goes on its way.
@@ -274,9 +276,6 @@ class Loop:
     def _bad_tensor(self, step: int) -> str | None:
         found = None if self.updater is None else self.updater.not_finite
         return f"{found} at step {step}" if found else None
-
-    def _due(self, step: int, every: int) -> bool:
-        return self.evaluate is not None and bool(every) and (step % every == 0 or step == self.options.steps)
 
     def _way_back(self) -> Callable[[], None]:
         """Takes back what collecting changes."""
@@ -345,22 +344,22 @@ class Loop:
         why = "; ".join(self.learner.explain().splitlines()[1:]) or "every gradient was 0 or not finite"
         return f"nothing has trained in {_counted(idle)}: {why}"
 
-    def _asked(self, stop: StopSignals) -> Asked:
-        own = Asked.NOTHING
+    def _stop_request(self, stop: StopSignals) -> StopRequest:
+        own = StopRequest.NOTHING
         if stop.stop_requested:
-            own = Asked.SIGNAL
+            own = StopRequest.SIGNAL
         elif self.callbacks.failed is not None:
-            own = Asked.CALLBACK_FAILED
+            own = StopRequest.CALLBACK_FAILED
         elif self.callbacks.stopped is not None:
-            own = Asked.CALLBACK_STOPPED
-        return Asked(int(self.agree(float(own))))
+            own = StopRequest.CALLBACK_STOPPED
+        return StopRequest(int(self.agree(float(own))))
 
-    def _end_as_asked(self, asked: Asked, step: int, stop: StopSignals) -> Outcome:
+    def _end_as_requested(self, asked: StopRequest, step: int, stop: StopSignals) -> Outcome:
         saved = f"stopped at step {step}" + (", everything is saved" if self.saver.saved == step else "")
-        if asked is Asked.SIGNAL:
+        if asked is StopRequest.SIGNAL:
             code = stop.exit_code if stop.stop_requested else ExitCode.TERMINATED  # the signal came to another rank
             return self._end(step, code, saved)
-        if asked is Asked.CALLBACK_FAILED:
+        if asked is StopRequest.CALLBACK_FAILED:
             return self._end(step, ExitCode.ERROR, f"{self.callbacks.failed or 'a callback failed'}; {saved}")
         reason, untrained = (
             f"stopped at step {step} by {self.callbacks.stopped or 'a callback'}",
@@ -372,9 +371,6 @@ class Loop:
 
     def _beats(self, score: float, other: float) -> bool:
         return score < other if self.options.lower else score > other
-
-    def _reaches(self, score: float, other: float) -> bool:
-        return score == other or self._beats(score, other)
 
     def _save(self, step: int, stop: StopSignals, *, wait: bool) -> None:
         protect = {self.best_step} if self.best_step is not None else set()

@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint: which files it has, their sizes and sha256, of which step and config it is.
+"""The manifest of a checkpoint: which files it has, their sizes and sha256, of which step and config it is;
+and which files may be in one: never a pickle, and safetensors only with a sane header.
 
 A final model has one too, without the config: it goes where the model goes, and a config may name paths.
 """

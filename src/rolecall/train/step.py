@@ -151,7 +151,7 @@ class Updater:
             contributions=tally.contributions,
         )
 
-    def say_skipped(self, step: int, result: StepResult, names: Sequence[str]) -> None:
+    def log_skipped(self, step: int, result: StepResult, names: Sequence[str]) -> None:
         """Log why a step was skipped, and which samples are to blame; `names` are those of the batch's rows."""
         blamed = ", ".join(names[row] for row in result.bad_rows[:_NAMED])
         more = len(result.bad_rows) - _NAMED
