@@ -2,8 +2,8 @@
 
 Makes 200 runs of 1,000 steps, and one of 1,000 recorded steps with 100 answers each, out of a short real run. Measures in
 chromium how long their pages take until the curves are drawn, what the server holds in memory, how long a line of the
-metrics takes to the page (`pages`), and what a training costs with and without it (`cost`). Once both are measured, that
-section of docs/view.md is written. Needs chromium, chromedriver and the `dev` and `view` extras.
+metrics takes to the page (`pages`), and what a training costs with and without it (`cost`), and writes that section of
+docs/view.md. Needs chromium, chromedriver and the `dev` and `view` extras.
 """
 
 import argparse
@@ -35,26 +35,28 @@ TRAIN = split(
 
 
 DOCS = Path(__file__).parents[1] / "docs" / "view.md"
-SECTION = """## What it costs
-
-Measured by `python benchmarks/view.py`, which writes this section, in chromium on {cores} cores (load {load}); seconds until the page and its
+PAGES, COST, END = "## What it costs\n", "The run is not slowed", "## Not built\n"
+"""Where the parts of that section of docs/view.md begin, and the next one."""
+PAGES_SAY = f"""{PAGES}
+Measured by `python benchmarks/view.py`, which writes this section, in chromium on {{cores}} cores (load {{load:.0f}}); seconds until the page and its
 first curves are drawn, at the first and at later visits:
 
 | | first | again | server's memory, at most |
 |---|---|---|---|
-{pages}
+{{pages}}
 
-A line that a run writes is on its page after {median:.1f} s (median of {count}; at most {longest:.1f} s).
+A line that a run writes is on its page after {{median:.1f}} s (median of {{count}}; at most {{longest:.1f}} s).
 
-The run is not slowed: a training with `--view` is measured in stretches of {steps} steps with the page open, each beside one in which no
-page is open and the server is stopped ({pairs} pairs, each kind first in turn; load {load_then}):
+"""
+COST_SAYS = f"""{COST}: a training with `--view` is measured in stretches of {{steps}} steps with the page open, each beside one in which no
+page is open and the server is stopped ({{pairs}} pairs, each kind first in turn; load {{load:.0f}}):
 
 | a step with the page open, in parts of one without | median | middle half of the pairs |
 |---|---|---|
-{ratios}
+{{ratios}}
 
-The server is a process of its own with a lower priority and reads files only while a page is open. In {viewed:.0f} s of training with
-the page open it used {server:.1f} s of processor time.
+The server is a process of its own with a lower priority and reads files only while a page is open. In {{viewed:.0f}} s of training with
+the page open it used {{server:.1f}} s of processor time.
 
 """
 STRETCH = 10
@@ -62,56 +64,51 @@ STRETCH = 10
 
 
 def main() -> None:
-    """Measure, and write the page once everything is measured."""
+    """Measure, and write what was measured."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=["pages", "cost"], help="only this; the other one another time")
-    parser.add_argument("--place", type=Path, default=Path("runs/view-benchmark"), help="runs and what was measured")
+    parser.add_argument(
+        "--place", type=Path, default=Path("runs/view-benchmark"), help="where the runs are made, or are"
+    )
     parser.add_argument("--pairs", type=int, default=24, help="stretches of a training with and without the page")
     given = parser.parse_args()
-    runs, held = given.place / "runs", given.place / "measured.json"
-    measured = json.loads(held.read_text()) if held.is_file() else {}
+    runs = given.place / "runs"
     if given.part != "cost" and not (runs / "long").is_dir():
         make(runs)
     with opened() as driver:
         if given.part != "cost":
             with viewing(runs) as (process, base, token):
                 driver.get(f"{base}/?token={token}")
-                measured["pages"] = {"load": os.getloadavg()[0], "pages": looked(driver, process, base)}
-                measured["pages"]["took"] = reached(driver, base, runs)
+                load = os.getloadavg()[0]
+                write_pages(load, looked(driver, process, base), reached(driver, base, runs))
         if given.part != "pages":
-            measured["cost"] = {"load": os.getloadavg()[0], **slowed(driver, given.place / "trained", given.pairs)}
-    held.write_text(json.dumps(measured, indent=1))
-    if len(measured) == 2:
-        write_section(measured["pages"], measured["cost"])
+            write_cost(os.getloadavg()[0], *slowed(driver, given.place / "trained", given.pairs))
 
 
-def write_section(pages: dict[str, Any], cost: dict[str, Any]) -> None:
-    """Replace what docs/view.md says of costs."""
-    rows = [
-        f"| {name} | {first:.1f} s | {again:.1f} s | {most:.0f} MB |" for name, first, again, most in pages["pages"]
-    ]
-    ratios = []
-    for name, held in zip(("processor time of the training's own process", "wall time"), cost["ratios"], strict=True):
-        low, middle, high = quantiles(held, n=4)
-        ratios.append(f"| {name} | {middle:.2f} | {low:.2f} to {high:.2f} |")
-    section = SECTION.format(
-        cores=os.cpu_count(),
-        load=f"{pages['load']:.0f}",
-        pages="\n".join(rows),
-        median=median(pages["took"]),
-        count=len(pages["took"]),
-        longest=max(pages["took"]),
-        steps=STRETCH,
-        pairs=len(cost["ratios"][0]),
-        load_then=f"{cost['load']:.0f}",
-        ratios="\n".join(ratios),
-        viewed=cost["viewed"],
-        server=cost["server"],
+def write_pages(load: float, pages: list[tuple[str, float, float, float]], took: list[float]) -> None:
+    """What docs/view.md says of pages."""
+    rows = "\n".join(
+        f"| {name} | {first:.1f} s | {again:.1f} s | {most:.0f} MB |" for name, first, again, most in pages
     )
+    times = {"median": median(took), "count": len(took), "longest": max(took)}
+    written(PAGES, COST, PAGES_SAY.format(cores=os.cpu_count(), load=load, pages=rows, **times))
+
+
+def write_cost(load: float, ratios: list[tuple[float, ...]], viewed: float, server: float) -> None:
+    """What docs/view.md says of what a run costs."""
+    rows = []
+    for name, held in zip(("processor time of the training's own process", "wall time"), ratios, strict=True):
+        low, middle, high = quantiles(held, n=4)
+        rows.append(f"| {name} | {middle:.2f} | {low:.2f} to {high:.2f} |")
+    said = {"steps": STRETCH, "pairs": len(ratios[0]), "viewed": viewed, "server": server, "load": load}
+    written(COST, END, COST_SAYS.format(ratios="\n".join(rows), **said))
+
+
+def written(begin: str, end: str, part: str) -> None:
+    """Put it in the place of what stands there."""
     whole = DOCS.read_text(encoding="utf-8")
-    before, after = whole.index("## What it costs"), whole.index("## Not built")
-    DOCS.write_text(whole[:before] + section + whole[after:], encoding="utf-8")
-    print(section)
+    DOCS.write_text(whole[: whole.index(begin)] + part + whole[whole.index(end) :], encoding="utf-8")
+    print(part)
 
 
 def make(runs: Path) -> None:
@@ -243,7 +240,7 @@ def reached(driver: Any, base: str, runs: Path) -> list[float]:
     return took
 
 
-def slowed(driver: Any, run: Path, pairs: int) -> dict[str, Any]:
+def slowed(driver: Any, run: Path, pairs: int) -> tuple[list[tuple[float, ...]], float, float]:
     """What a step costs a training with `--view`: with its page open and, in turns, with no page and the server stopped.
 
     Stretches of one training are compared with their neighbours, because other work on the machine changes from minute to
@@ -278,7 +275,7 @@ def slowed(driver: Any, run: Path, pairs: int) -> dict[str, Any]:
         os.kill(server, signal.SIGCONT)
         training.terminate()
         training.communicate()
-    return {"ratios": list(zip(*ratios, strict=True)), "viewed": viewed, "server": used}
+    return list(zip(*ratios, strict=True)), viewed, used
 
 
 def processor(pid: int) -> float:
