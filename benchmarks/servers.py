@@ -139,9 +139,10 @@ def clients(engine: Any, request: Any, count: int) -> float:
         mine = replace(request, n=1, prompt=number)
         engine._background.run(server.answer([mine], version=engine.version, seconds=None))
 
-    rounds = max(2, 64 // count if engine.about.model == "tiny" else 8 // count)
+    small = engine.about.model == "tiny"
+    rounds = max(2, 64 // count) if small else max(1, 4 // count)
     with ThreadPoolExecutor(count) as pool:
-        list(pool.map(ask, range(count)))
+        list(pool.map(ask, range(count if small else 1)))
         took = seconds(lambda: list(pool.map(ask, range(count * rounds))))
     return count * rounds * NEW / took
 

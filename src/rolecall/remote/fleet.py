@@ -104,7 +104,7 @@ class Fleet:
 
     async def leave(self) -> None:
         """Have servers give up what they hold beside other versions, as far as they can be reached."""
-        leaving = (server.dialect.leave(server.call) for server in self.servers if server.out is None)
+        leaving = (server.dialect.leave(server.call) for server in self.servers)
         await asyncio.gather(*leaving, return_exceptions=True)
 
     def _usable(self) -> list[Server]:
