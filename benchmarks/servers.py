@@ -1,8 +1,8 @@
 """What it costs to sample through a server instead of in the trainer's process, and how long weights take to get there:
-`python benchmarks/servers.py [MODEL | smollm2] [--vllm] [--turns N] [--sync]`.
+`python benchmarks/servers.py [MODEL | smollm2] [--vllm] [--turns N] [--only sampling | sync]`.
 
 All sides do the same work in turns in one run, so that a machine with other work slows all. Writes the part of
-docs/performance.md that is about this model and server.
+docs/performance.md that is about this model, server and kind of work.
 """
 
 import argparse
@@ -66,7 +66,9 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="tiny")
     parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--sync", action="store_true", help="no sampling: how weights get there only")
+    parser.add_argument(
+        "--only", choices=("sampling", "sync"), help="a part, for what takes long: it has its own place"
+    )
     given = parser.parse_args()
     os.environ |= {
         "ROLECALL_SERVER_KEY": secrets.token_urlsafe(24),
@@ -80,12 +82,12 @@ def main() -> None:
 
         model = str(smollm2_path())
     with served(model, *(["--vllm", "--vllm-args=--enforce-eager"] if given.vllm else [])) as url:
-        found, rates = measure(model, url, turns=given.turns, vllm=given.vllm, sync_only=given.sync)
+        found, rates = measure(model, url, turns=given.turns, vllm=given.vllm, only=given.only)
     write(given, table(given, found, rates))
 
 
 def measure(
-    model: str, url: str, *, turns: int, vllm: bool, sync_only: bool
+    model: str, url: str, *, turns: int, vllm: bool, only: str | None
 ) -> tuple[dict[str, list[float]], dict[int, float]]:
     """Seconds of each kind of work in each turn, and tokens a second by the number of clients."""
     from rolecall.config.parts import EngineOptions
@@ -109,20 +111,21 @@ def measure(
     def note(name: str, work: Callable[[], Any]) -> None:
         found.setdefault(name, []).append(seconds(work))
 
-    for way in [way for way in WAYS if not (vllm and way == "upload")]:
+    for way in ["directory"] if only == "sampling" else [way for way in WAYS if not (vllm and way == "upload")]:
         source = add_adapter(load(model), rank=RANK) if "adapter" in way else loaded
         sync: Any = "broadcast" if "broadcast" in way else "directory"
         there: Any = sampler(source, Options(EngineOptions(servers=(url,), sync=sync, worker_silence=300.0), sampling))
         there._shared = way != "upload"
         for turn in range(turns + 1):
             weights = merged_weights(source)
-            note(f"here {way}", lambda weights=weights, turn=turn: here.load(weights, turn))
-            note(way, lambda weights=weights, turn=turn, there=there: there.load(weights, turn))
-            if way == "directory" and not sync_only:
+            if only != "sampling":
+                note(f"here {way}", lambda weights=weights, turn=turn: here.load(weights, turn))
+                note(way, lambda weights=weights, turn=turn, there=there: there.load(weights, turn))
+            if way == "directory" and only != "sync":
                 step = [replace(request, step=turn) for request in asked]
                 note("generate here", lambda step=step: here.generate(step))
                 note("generate there", lambda step=step, there=there: there.generate(step))
-        if way == "directory" and not sync_only:
+        if way == "directory" and only != "sync":
             rates = {count: clients(there, asked[0], count) for count in CLIENTS}
         there.close()
     return {name: times[1:] for name, times in found.items()}, rates  # the first of each warms up
@@ -136,9 +139,10 @@ def clients(engine: Any, request: Any, count: int) -> float:
         mine = replace(request, n=1, prompt=number)
         engine._background.run(server.answer([mine], version=engine.version, seconds=None))
 
-    rounds = max(2, 64 // count if engine.about.model == "tiny" else 8 // count)
+    small = engine.about.model == "tiny"
+    rounds = max(2, 64 // count) if small else max(1, 4 // count)
     with ThreadPoolExecutor(count) as pool:
-        list(pool.map(ask, range(count)))
+        list(pool.map(ask, range(count if small else 1)))
         took = seconds(lambda: list(pool.map(ask, range(count * rounds))))
     return count * rounds * NEW / took
 
@@ -156,7 +160,7 @@ def table(given: argparse.Namespace, found: dict[str, list[float]], rates: dict[
         [
             given.model if given.model != "tiny" else "",
             *(["--vllm"] if given.vllm else []),
-            *(["--sync"] if given.sync else []),
+            *([f"--only {given.only}"] if given.only else []),
         ]
     ).strip()
     prompts = PROMPTS if given.turns > 5 else 2
@@ -167,7 +171,7 @@ def table(given: argparse.Namespace, found: dict[str, list[float]], rates: dict[
         "",
         "| work | in the process | through the server | ratio |",
         "|---|---|---|---|",
-        *([] if given.sync else [row("sampling a step", "generate here", "generate there")]),
+        *([row("sampling a step", "generate here", "generate there")] if "generate here" in found else []),
         *(row(f"sync {what}", f"here {way}", way) for way, what in WAYS.items() if way in found),
         *(
             ["", "| clients, each with one request of one answer in flight | tokens a second |", "|---|---|"]
@@ -180,7 +184,7 @@ def table(given: argparse.Namespace, found: dict[str, list[float]], rates: dict[
 
 def write(given: argparse.Namespace, lines: list[str]) -> None:
     """Put them between the marks of this model and server."""
-    name = f"{given.model} {'vllm' if given.vllm else 'ours'}"
+    name = f"{given.model} {'vllm' if given.vllm else 'ours'}" + (f" {given.only}" if given.only else "")
     begin, end = f"<!-- servers: {name} -->", f"<!-- servers: end of {name} -->"
     before, mark, rest = PAGE.read_text().partition(begin)
     if not mark:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import threading
 
 import torch
@@ -22,7 +23,8 @@ def app_of(model="tiny", *, kind=App, about=None, **engine):
     """An app over an engine of its own."""
     loaded = load(model) if isinstance(model, str) else model
     said = {"version": rolecall.__version__, "engine": "native", "tokenizer": fingerprint(loaded)} | (about or {})
-    return kind(loaded, open_engine(loaded, name="native", **engine), about=said)
+    made = functools.partial(open_engine, loaded, name="native", **engine)
+    return kind(loaded, made(), about=said, another=made)
 
 
 @contextlib.contextmanager
@@ -64,7 +66,7 @@ def serving(app, *, port=0):
         with listening(lambda: http.start("127.0.0.1", port)) as url:
             yield url
     finally:
-        app.service.close()
+        app.close()
 
 
 class Options:

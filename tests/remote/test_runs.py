@@ -12,6 +12,7 @@ from served import KEY, app_of, serving
 
 import rolecall
 from rolecall.experience.updates import read_updates
+from rolecall.serving.app import App
 
 REWARD = f"{Path(__file__).parent / 'light_rewards.py'}:vowels"
 SHORT = {
@@ -31,9 +32,19 @@ def key(monkeypatch):
     monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
 
 
+class Counting(App):
+    """Counts the requests for answers by a version that stands beside another."""
+
+    asked = 0
+
+    async def _generate_several(self, request):
+        Counting.asked += self._is_slot
+        return await super()._generate_several(request)
+
+
 @pytest.fixture(scope="module")
 def url():
-    with serving(app_of()) as address:
+    with serving(app_of(kind=Counting)) as address:
         yield address
 
 
@@ -83,11 +94,14 @@ def test_answers_of_another_precision_are_weighed_and_the_weights_recorded(tmp_p
 
 @pytest.mark.parametrize("more", [{}, {"policy": {"lora_rank": 4}}])
 def test_steps_are_sampled_ahead_on_servers_as_without_them(url, tmp_path, more):
-    """By versions that the trainer has left behind, also those that a checkpoint brings back."""
+    """By versions that the trainer has left behind, also those that a checkpoint brings back. With an adapter two of them stand side
+    by side on the server."""
     how = SHORT | more | {"ahead": 2, "save": {"every": 3, "keep": 9}}
     here = rolecall.rl(out=str(tmp_path / "here"), **how)
     out = str(tmp_path / "there")
+    before = Counting.asked
     rolecall.rl(out=out, engine={"servers": [url]}, **how | {"steps": 3})
+    assert (Counting.asked > before) == bool(more)
     there = rolecall.rl(out=out, resume=True, steps=4)
     assert weights(there) == weights(here)
     assert [line["policy_version"] for line in there.metrics] == [1, 2, 3, 4]

@@ -39,7 +39,7 @@ class Replay:
     def __init__(self, change=None):
         self.change, self.asked = change or {}, []
 
-    async def __call__(self, method, path, body=None, *, query=None, seconds=None):
+    async def __call__(self, method, path, body=None, *, query=None, seconds=None, read=True):
         self.asked.append(path)
         change = self.change.get(path)
         if isinstance(change, Exception):

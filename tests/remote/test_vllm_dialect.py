@@ -8,9 +8,14 @@ from math import exp
 from pathlib import Path
 
 import pytest
+import torch
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 
 from rolecall.errors import UserError
 from rolecall.policy.load import load
+from rolecall.policy.lora import add_adapter
+from rolecall.remote.adapter import adapter_alone
 from rolecall.remote.dialect import Published, ServerLostError, ServerRefusedError
 from rolecall.remote.vllm import VllmDialect, seed_of
 from rolecall.types import Finish, Request, Sampling
@@ -25,7 +30,7 @@ class Replay:
     def __init__(self, change=None):
         self.change, self.asked = change or {}, []
 
-    async def __call__(self, method, path, body=None, *, query=None, seconds=None):
+    async def __call__(self, method, path, body=None, *, query=None, seconds=None, read=True):
         body = None if body is None else {k: v for k, v in body.items() if k != "request_id"}
         self.asked.append(path)
         if path in self.change:
@@ -204,6 +209,41 @@ def test_weights_are_loaded_while_nothing_is_in_flight(tmp_path):
     published = Published(directory=tmp_path, file=tmp_path / "w", version=4, hash="h", shared=True)
     assert run(VllmDialect().load(call, published)) is None
     assert call.asked == list(done)
+
+
+def test_an_adapter_beside_others_has_a_name_that_requests_give(tmp_path):
+    policy = add_adapter(load("tiny"), rank=4, alpha=8.0)
+    save_file(adapter_alone(policy), tmp_path / "w")
+    base = Published(directory=tmp_path, file=tmp_path / "b", version=0, hash="h", shared=True, keep=True)
+    names, asked = [], []
+
+    async def call(method, path, body=None, **how):
+        asked.append((path, body))
+        if path == "/v1/load_lora_adapter":
+            names.append(body["lora_name"])
+        if path == "/inference/v1/generate":
+            if body["model"] not in names[-1:]:
+                raise ServerRefusedError(404, "no such model")
+            said = await Replay()("POST", path, {k: v for k, v in body.items() if k != "model"})
+            return {**said, "model": body["model"]}
+        return {"results": ["h"]}
+
+    one = VllmDialect().beside(1)
+    for version in (4, 5):
+        place = tmp_path / str(version)
+        place.mkdir()
+        published = Published(directory=place, file=tmp_path / "w", version=version, hash="a", shared=True, base=base)
+        run(one.load(call, published))
+        assert [c.policy_version for c in run(one.generate(call, [PLAIN], seconds=None))] == [version] * PLAIN.n
+    assert len(set(names)) == 2
+    assert ("/v1/unload_lora_adapter", {"lora_name": names[0]}) in asked
+    saved = load_file(tmp_path / "5" / "peft" / "adapter_model.safetensors")
+    expected = get_peft_model_state_dict(policy.model, save_embedding_layers=False)
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], 2.0 * t if "lora_B" in name else t) for name, t in expected.items())
+    names.append("another's")
+    with pytest.raises(ServerLostError, match="it does not have the adapter of version 5"):
+        run(one.generate(call, [PLAIN], seconds=None))
 
 
 def test_weights_that_a_server_cannot_see_are_a_sentence(tmp_path):

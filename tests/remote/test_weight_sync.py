@@ -181,7 +181,7 @@ def test_only_the_adapter_is_sent_and_answers_are_those_of_merged_weights(way, m
             assert engine.hash() == app.engine.hash() == alone.hash()
             # whole weights at first, those to keep, the adapter twice, and the new one
             assert len(app.given) == 5
-            app._kept = None  # as after a restart
+            app._kept.clear()  # as after a restart
             engine.load(merged_weights(moved(policy)), 2)
             assert app.given[-2] == weights_hash(base_weights(policy), torch.float32)
             assert len(app.given) == 7
@@ -210,8 +210,8 @@ class Deaf(App):
     """Confirms adapters, and goes on with what it keeps."""
 
     async def _on_engine(self, function, *, idle):
-        if idle and self._kept is not None:
-            weights = self._kept[1]
+        if idle and self._kept:
+            (weights,) = self._kept.values()
             return await super()._on_engine(lambda: self.engine.load(weights, 0), idle=True)
         return await super()._on_engine(function, idle=idle)
 

@@ -154,7 +154,7 @@ def sampler(policy: LoadedModel, options: Any, *, timer: Timer | None = None, up
     """
     o = options.engine
     if o.servers or o.placed_servers:
-        return _on_servers(policy, options, (timer or Timer()).add, updater)
+        return _on_servers(policy, options, (timer or Timer()).add, updater)[0]
     plain = _plain(policy)
     how: dict[str, Any] = {"name": o.name, "dtype": engine_dtype(options), "max_rows": o.max_rows}
     if not o.workers:
@@ -172,9 +172,17 @@ def sampler(policy: LoadedModel, options: Any, *, timer: Timer | None = None, up
 def samplers(
     policy: LoadedModel, options: Any, lanes: int, *, timer: Timer, updater: Updater, stack: ExitStack
 ) -> list[Engine]:
-    """Up to so many engines that hold a version each and sample at the same time: sides of one pool of workers, or shares of
-    the servers. Where the process itself samples, it is one engine. They are closed with the stack."""
+    """Up to so many engines that hold a version each and sample at the same time: sides of one pool of workers, sides of servers that
+    hold versions of an adapter side by side, or shares of the servers. Where the process itself samples, it is one engine. They
+    are closed with the stack."""
     o, engines = options.engine, list[Engine]()
+    if lanes > 1 and has_adapter(policy) and (o.servers or o.placed_servers):
+        held = _on_servers(policy, options, timer.add, updater, versions=lanes)
+        for engine in held:
+            stack.callback(engine.close)
+        if len(held) > 1 or len(o.servers) < 2 * processes():
+            return held
+        held[0].close()
     count = max(1, min(lanes, len(o.servers) // processes()))
     for i in range(count):
         share = replace(options, engine=replace(o, servers=o.servers[i::count])) if count > 1 else options
@@ -190,21 +198,24 @@ def _plain(policy: LoadedModel) -> LoadedModel:
 
 
 def _on_servers(
-    policy: LoadedModel, options: Any, add: Callable[[str, float], None], updater: Updater | None
-) -> Engine:
-    """An engine over this process's share of the servers."""
+    policy: LoadedModel, options: Any, add: Callable[[str, float], None], updater: Updater | None, *, versions: int = 1
+) -> list[Any]:
+    """An engine over this process's share of the servers; or several over the same ones, if they can hold `versions` of an
+    adapter side by side."""
     from rolecall.remote.engine import ServerEngine  # and httpx, which nothing else needs
 
     o, rank = options.engine, int(os.environ.get("RANK", "0"))
     where: dict[str, Any] = {"urls": o.servers[rank :: processes()], "key": os.environ.get(KEY_VARIABLE)}
+    close: Callable[[], None] = lambda: None
     if o.placed_servers:
         from rolecall.remote.placed import PlacedServers  # and Ray
 
         placed = PlacedServers(options.model, o, count=len(range(rank, o.placed_servers, processes())))
-        where = {"urls": placed.urls, "key": placed.key, "also_close": placed.close}
+        where, close = {"urls": placed.urls, "key": placed.key}, placed.close
     mixed = getattr(options.policy, "mixed_precision", "no") == "bf16"
     alone = partial(scored, PolicyModel(policy.model), temperature=1.0, token_budget=8192)
-    return ServerEngine(
+    made = partial(
+        ServerEngine,
         _plain(policy),
         options.engine,
         tokenizer=fingerprint(policy),
@@ -216,6 +227,15 @@ def _on_servers(
         add=add,
         **where,
     )
+    engines = [made(versions=versions, also_close=close)]
+    try:
+        count, base = engines[0].versions, engines[0].base
+        engines += (made(versions=count, slot=slot, base=base) for slot in range(1, count))
+    except BaseException:
+        for engine in reversed(engines):
+            engine.close()
+        raise
+    return engines
 
 
 def _scored_by(updater: Updater, batch: Batch, wanted: Tensor) -> Tensor:

@@ -47,21 +47,25 @@ def run(options: ServeOptions, ready: Callable[[Serving], None]) -> None:
         run_vllm(options, ready)
         return
     loaded = open_model(options.model, dtype=options.dtype, **reading(options.policy))
-    engine = open_engine(
-        loaded, name=options.engine.name, dtype=engine_dtype(options), max_rows=options.engine.max_rows
-    )
-    assert isinstance(engine, LocalEngine)
-    asyncio.run(_serve(options, loaded, engine, ready))
+
+    def made() -> LocalEngine:
+        how = options.engine
+        engine = open_engine(loaded, name=how.name, dtype=engine_dtype(options), max_rows=how.max_rows)
+        assert isinstance(engine, LocalEngine)
+        return engine
+
+    asyncio.run(_serve(options, loaded, made, ready))
 
 
 async def _serve(
-    options: ServeOptions, loaded: LoadedModel, engine: LocalEngine, ready: Callable[[Serving], None]
+    options: ServeOptions, loaded: LoadedModel, made: Callable[[], LocalEngine], ready: Callable[[Serving], None]
 ) -> None:
+    engine = made()
     name = "native" if isinstance(engine, NativeEngine) else "hf"
     given = os.environ.get(KEY_VARIABLE)
     key = given or secrets.token_urlsafe(24)
     about = {"version": rolecall.__version__, "engine": name, "tokenizer": fingerprint(loaded)}
-    app = App(loaded, engine, about=about)
+    app = App(loaded, engine, about=about, another=made)
     http = HttpServer(
         handler=app,
         key=key,
@@ -91,7 +95,7 @@ async def _serve(
         await stop.wait()
         server.close()
     finally:
-        app.service.close()
+        app.close()
 
 
 async def _listen(http: HttpServer, options: ServeOptions) -> asyncio.Server:

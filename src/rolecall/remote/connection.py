@@ -107,6 +107,7 @@ class Connection(Call):
         *,
         query: Mapping[str, str] | None = None,
         seconds: float | None = None,
+        read: bool = True,
     ) -> Any:
         """The JSON of the answer."""
         limit = self._deadline if seconds is None else seconds
@@ -129,7 +130,7 @@ class Connection(Call):
             raise ServerLostError(f"it answers {answer.status_code}: {_message(answer)}")
         if answer.status_code >= 300:
             raise ServerRefusedError(answer.status_code, _message(answer))
-        if not answer.content:
+        if not (answer.content and read):
             return None
         try:
             return answer.json()

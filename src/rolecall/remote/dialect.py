@@ -50,8 +50,9 @@ class Call(Protocol):
         *,
         query: Mapping[str, str] | None = None,
         seconds: float | None = None,
+        read: bool = True,
     ) -> Any:
-        """The JSON of the answer, None if it is empty. A mapping is sent as JSON, a path as the bytes of that file. Raises
+        """The JSON of the answer, None if it is empty or not to be `read`. A mapping is sent as JSON, a path as the bytes of that file. Raises
         `ServerLostError` after `seconds` too, and `ServerRefusedError` for a status from 400 to 499."""
         ...
 
@@ -78,6 +79,10 @@ class About:
     """That take part in a broadcast of weights."""
     cuda: bool = False
     """Whether its weights are on GPUs."""
+    versions: int = 1
+    """Versions of an adapter that it can hold side by side, each over the same weights."""
+    highest_rank: int | None = None
+    """Of an adapter that stands beside others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +134,11 @@ class Dialect(Protocol):
         """Whether the server speaks this dialect."""
         ...
 
+    def beside(self, slot: int) -> "Dialect":
+        """The same for one of several versions that one server holds side by side (`About.versions`). It may belong to that
+        server alone."""
+        return self
+
     async def about(self, call: Call) -> About:
         """What it says of itself. A `UserError` if it lacks an endpoint that the methods below need."""
         ...
@@ -159,3 +169,7 @@ class Dialect(Protocol):
     async def resume(self, call: Call) -> None:
         """Take on requests again."""
         ...
+
+    async def leave(self, call: Call) -> None:
+        """Give back what the server holds for `beside`, at the end of a run."""
+        return

@@ -12,6 +12,7 @@ import shutil
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from math import ceil
@@ -49,6 +50,7 @@ from rolecall.rollout.engine import (
 )
 from rolecall.rollout.published import hold_weights, own_directory, write_held
 from rolecall.rollout.stops import Ticket
+from rolecall.serving.inside_vllm.rolecall_weights import HALF_A
 from rolecall.train.manifest import seal_model
 from rolecall.types import Completion, Request, Sampling
 
@@ -57,8 +59,9 @@ _log = logging.getLogger("rolecall.rollout")
 DIALECTS: tuple[Dialect, ...] = (RolecallDialect(), VllmDialect(), SglangDialect())
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _FILE = "model.safetensors"
+_LEAVING_S = 3.0
 _NOTED, _ADAPTERS = 64, 8
-"""Versions whose probe is kept for a later load, and whose adapter."""
+"""Versions whose probe is kept for a later load, and at least whose adapter."""
 Adapter = Mapping[str, Tensor]
 """As in `remote.adapter`."""
 
@@ -81,11 +84,15 @@ class ServerEngine(Engine):
         lora: LoadedModel | None = None,
         add: Callable[[str, float], None] = lambda name, value: None,
         also_close: Callable[[], None] = lambda: None,
+        versions: int = 1,
+        slot: int = 0,
+        base: Published | None = None,
     ) -> None:
         """`policy` is the model that trains, an adapter merged; `tokenizer` its fingerprint; `scorer` as in `probe`, which
         computes in the dtype `trainer`; `plain` makes a plain model of the trainer's to try other weights with; `lora` is the
         model that trains if it carries an adapter and is whole; `add` takes what is measured, by name; `also_close` is called at
-        the end."""
+        the end. `versions` of an adapter are to stand side by side, if servers can: as many engines, each with a `slot` of its own
+        and with the `base` of the first."""
         self.options, self.version, self._tell, self._also_close = options, -1, add, also_close
         self._measured: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
         self._shapes = {name: p.shape for name, p in policy.model.named_parameters()}
@@ -98,7 +105,8 @@ class ServerEngine(Engine):
         self._background, self._scorer, self._plain = Background(), scorer, plain
         self._noted: dict[int, tuple[Scores, Adapter | None]] = {}
         self._lora, self._hash = lora, ""
-        self._base: Published | None = None  # what the adapter belongs to
+        self._slot, self.base = slot, base
+        self.versions, self._adapters = versions, max(_ADAPTERS, versions + 1)
         try:
             servers = self._background.run(self._open(urls, key))
             self._check(servers, sampling)
@@ -131,15 +139,34 @@ class ServerEngine(Engine):
             self._lora = None
             if o.sync == "broadcast":
                 raise UserError(f"a server of the kind {self.dialect.name} takes no broadcast: leave engine.sync out")
+        self.versions = min(self.versions, *(server.about.versions for server in servers)) if self._lora else 1
+        for server in servers:
+            self._check_rank(server)
+            if self.versions > 1 or server.about.highest_rank is not None:
+                server.dialect = server.dialect.beside(self._slot)
+                server.kept = None if self.base is None else self.base.hash
+
+    def _check_rank(self, server: Server) -> None:
+        """Refuse an adapter that the server has no room for."""
+        highest = server.about.highest_rank
+        if self._lora is None or highest is None:
+            return
+        rank = max(len(half) for name, half in adapter_alone(self._lora).items() if name.endswith(HALF_A))
+        if rank > highest:
+            raise UserError(
+                f"engine.servers {server.url} takes adapters up to rank {highest}, but policy.lora_rank is {rank}: start it with a higher "
+                "--max-lora-rank, or without --enable-lora"
+            )
 
     def _rehearse(self, policy: LoadedModel, sampling: Sampling) -> None:
         """Load weights that were disturbed, then those of the start, and see that tokens are drawn as they should be."""
         model = policy.model
         weights = dict(model.named_parameters())
-        with disturbed(weights):
-            how: dict[str, Any] = {"temperature": 1.0, "token_budget": 8192}
-            scorer = partial(scored, PolicyModel(model), **how)
-            self._load(weights, 0, trainer_scores(scorer, self._expected.sequences), None)
+        if not self._slot:
+            with disturbed(weights):
+                how: dict[str, Any] = {"temperature": 1.0, "token_budget": 8192}
+                scorer = partial(scored, PolicyModel(model), **how)
+                self._load(weights, 0, trainer_scores(scorer, self._expected.sequences), None)
         self._rehearse_adapter()
         for server in self.fleet.servers:
             server.gap = None
@@ -164,12 +191,12 @@ class ServerEngine(Engine):
         if lora is None:
             return
         with disturbed({name: p for name, p in lora.model.named_parameters() if p.requires_grad}):
-            if can_be_merged(lora):
-                base = base_weights(lora)
-                self._base = self._publish("base", base, 0, dtype=None, keep=True)
+            if self.base is not None or can_be_merged(lora):
+                base = self.base or self._publish("base", base_weights(lora), 0, dtype=None, keep=True)
+                self.base = base
                 self._load(merged_weights(lora), 0, *self._now())
             else:
-                self._lora = None
+                self._lora, self.versions = None, 1
                 _log.info("the adapter cannot be sent alone: servers get whole weights, with it merged in")
 
     # -- weights -------------------------------------------------------------------------------------------------
@@ -179,15 +206,22 @@ class ServerEngine(Engine):
         scores, adapter = self._noted.get(version) or self._now()
         self._load(weights, version, scores, adapter)
 
-    def expect(self, version: int, weights: Mapping[str, Tensor] | None) -> None:
+    def expect(
+        self, version: int, weights: Mapping[str, Tensor] | None, adapter: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Note what servers must say of the probe when this version is loaded later, by weights that the trainer has left
-        behind then; without `weights` they are those that it has now."""
+        behind then; without `weights` they are those that it has now. `adapter` is what `carried` gave of them."""
         if weights is None:
             now = self._now()
         else:
-            now = scores_with(self._plain().model, weights, self._expected.sequences), None
+            alone = adapter if adapter and self._lora is not None else None
+            now = scores_with(self._plain().model, weights, self._expected.sequences), alone
         kept = sorted({**self._noted, version: now}.items())[-_NOTED:]
-        self._noted = {v: (said, None if v < kept[-1][0] - _ADAPTERS else a) for v, (said, a) in kept}
+        self._noted = {v: (said, None if v < kept[-1][0] - self._adapters else a) for v, (said, a) in kept}
+
+    def carried(self, version: int) -> Adapter:
+        """What a checkpoint must hold of a version beside its weights: the adapter."""
+        return self._noted.get(version, ((), None))[1] or {}
 
     def _now(self) -> tuple[Scores, Adapter | None]:
         """What the trainer says of the probe, and its adapter, at this moment."""
@@ -201,7 +235,7 @@ class ServerEngine(Engine):
             published = self._publish(name, weights, version, dtype=self.dtype)
             self._hash = published.hash
         else:
-            published = self._publish(name, adapter, version, dtype=None, base=self._base)
+            published = self._publish(name, adapter, version, dtype=None, base=self.base)
             self._hash = weights_hash(weights, self.dtype)
         self._expected.publish(scores)
         begun = monotonic()
@@ -296,7 +330,10 @@ class ServerEngine(Engine):
         self._background.loop.call_soon_threadsafe(self.fleet.drop_cancelled)
 
     def close(self) -> None:
-        """Give up the connections and remove what was published."""
+        """Give up the connections and remove what was published, also what servers hold beside other versions."""
+        if self.versions > 1 and hasattr(self, "fleet"):
+            with suppress(TimeoutError):
+                self._background.run(asyncio.wait_for(self.fleet.leave(), _LEAVING_S))
         self._background.close()
         self._remove()
         self._also_close()

@@ -102,6 +102,11 @@ class Fleet:
             await asyncio.sleep(0.05)
         self._dark = None
 
+    async def leave(self) -> None:
+        """Have servers give up what they hold beside other versions, as far as they can be reached."""
+        leaving = (server.dialect.leave(server.call) for server in self.servers)
+        await asyncio.gather(*leaving, return_exceptions=True)
+
     def _usable(self) -> list[Server]:
         found = [server for server in self.servers if server.out is None]
         if not found:

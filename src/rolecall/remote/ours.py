@@ -22,6 +22,13 @@ class RolecallDialect(Dialect):
     uploads = True
     merges = True
 
+    def __init__(self, slot: int = 0) -> None:
+        self._at = f"/slot/{slot}" if slot else ""
+
+    def beside(self, slot: int) -> "RolecallDialect":
+        """Each but the first has an engine of its own there, under a path of its own."""
+        return RolecallDialect(slot)
+
     async def recognises(self, call: Call) -> bool:
         """Whether `/version` names us."""
         try:
@@ -50,6 +57,7 @@ class RolecallDialect(Dialect):
                 policy_version=said["policy_version"],
                 hash=said["hash"],
                 cuda=said["cuda"],
+                versions=said.get("versions", 1),
             )
         except KeyError as error:
             raise UserError(
@@ -62,17 +70,20 @@ class RolecallDialect(Dialect):
 
     async def generate(self, call: Call, requests: Sequence[Request], *, seconds: float | None) -> list[Completion]:
         """Requests that are sent together are answered together."""
-        said = await call("POST", "/rolecall/v1/generate", {"requests": [_body(r, seconds) for r in requests]})
+        said = await call(
+            "POST", f"{self._at}/rolecall/v1/generate", {"requests": [_body(r, seconds) for r in requests]}
+        )
         pairs = zip(requests, said["responses"], strict=True)
         return [_completion(request, choice) for request, answer in pairs for choice in answer["choices"]]
 
     async def score(self, call: Call, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """One after the other."""
-        return [(await call("POST", "/rolecall/v1/score", {"token_ids": list(ids)}))["logprobs"] for ids in sequences]
+        path = f"{self._at}/rolecall/v1/score"
+        return [(await call("POST", path, {"token_ids": list(ids)}))["logprobs"] for ids in sequences]
 
     async def pause(self, call: Call) -> None:
         """Wait for what is in flight."""
-        await call("POST", "/pause", query={"mode": "wait"})
+        await call("POST", f"{self._at}/pause", query={"mode": "wait"})
 
     async def load(self, call: Call, published: Published) -> str | None:
         """From the directory, a broadcast, or what is sent."""
@@ -83,13 +94,18 @@ class RolecallDialect(Dialect):
             told["directory"] = str(published.directory)
         else:
             query = {name: str(value) for name, value in told.items()}
-            return str((await call("POST", "/update_weights", published.file, query=query))["hash"])
-        said = await call("POST", "/update_weights", {"update_info": told})
+            return str((await call("POST", f"{self._at}/update_weights", published.file, query=query))["hash"])
+        said = await call("POST", f"{self._at}/update_weights", {"update_info": told})
         return str(said["hash"])
 
     async def resume(self, call: Call) -> None:
         """Go on."""
-        await call("POST", "/resume")
+        await call("POST", f"{self._at}/resume")
+
+    async def leave(self, call: Call) -> None:
+        """Have the engine removed."""
+        if self._at:
+            await call("DELETE", self._at)
 
 
 def _body(request: Request, seconds: float | None) -> dict[str, Any]:

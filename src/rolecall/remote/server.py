@@ -54,8 +54,8 @@ class Server:
         self._said: tuple[Scores, Scores] | None = None
         """What it says of the probe's sequences, and what the trainer said when it began to say that."""
         self._sees = True
-        self._base: str | None = None
-        """The hash of the weights that it keeps for adapters."""
+        self.kept: str | None = None
+        """The hash of the weights that it keeps for adapters, as far as is known here."""
         self._took: tuple[Published, str | None] | None = None
         """What came by a broadcast to all and is not probed yet, and what the server said of it."""
 
@@ -117,7 +117,7 @@ class Server:
                 before, self.about = self.about, await self.dialect.about(self.call)
         except TimeoutError as error:
             raise ServerLostError(f"it is silent for {self.silence:g} s") from error
-        self._base = None
+        self.kept = None
         self.check(wanted)
         if self.about.dtype != before.dtype:
             raise UserError(f"engine.servers {self.url} now computes in {self.about.dtype}, not in {before.dtype}")
@@ -209,20 +209,20 @@ class Server:
         except ServerRefusedError as error:
             if error.status != 409 or published.base is None:
                 raise
-        self._base = None  # it was restarted, or somebody else gave it weights
+        self.kept = None  # it was restarted, or somebody else gave it weights
         await self._give_base(published)
         return await self._given(published)
 
     async def _give_base(self, published: Published) -> None:
         base = published.base
-        if base is not None and self._base != base.hash:
+        if base is not None and self.kept != base.hash:
             await self._given(base)
-            self._base = base.hash
+            self.kept = base.hash
 
     async def _given(self, published: Published) -> str | None:
         """Have tensors loaded: by broadcast, from the directory or, where the server does not see it, by sending them."""
         if published.base is None:
-            self._base = None
+            self.kept = None
         if published.tensors is not None:
             return await self._alone(published)
         shared = published.shared and self._sees
@@ -290,7 +290,9 @@ async def _broadcast(servers: Sequence[Server], published: Published) -> list[st
 
 def refusal(error: ServerRefusedError) -> str:
     """What a refusal means for the user."""
-    if error.status in (401, 403):
+    if error.status == 401:
+        return "it refuses the key; give the server's key in the environment variable ROLECALL_SERVER_KEY"
+    if error.status == 403:
         return f"{error}; give the server's key in the environment variable ROLECALL_SERVER_KEY"
     if error.status in (404, 405):
         return f"it answers {error.status}: {error}; as it is, it can be evaluated (`rolecall eval --model URL/v1`), not trained with"

@@ -41,6 +41,7 @@ _MOST_SAMPLES = 64
 """Answers to one request. It takes no more than its --max-num-seqs, which is 128 or more unless it is set lower."""
 _EXTENSION = 2
 """What `rolecall_vllm` says that it is."""
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _NO_VERSION = -1
 """Of weights that were never given a version: those of a server that was just started."""
 _TAIL = 8
@@ -56,6 +57,12 @@ class VllmDialect(Dialect):
     unit_prompts = 1
     uploads = False
     merges = True
+
+    def beside(self, slot: int) -> Dialect:
+        """Each is an adapter of its own, which requests name."""
+        from rolecall.remote.vllm_adapters import VllmAdapterDialect  # which is made of this one
+
+        return VllmAdapterDialect(slot)
 
     async def recognises(self, call: Call) -> bool:
         """Whether it says that it owns its model."""
@@ -93,6 +100,9 @@ class VllmDialect(Dialect):
             await _endpoint(call, "POST", "/resume")
         processes = await self._inside(call)
         inside = processes[0]
+        adapters = config.get("lora_config")
+        if adapters is not None:
+            await _check_adapters(call)
         await _endpoint(call, "POST", "/inference/v1/generate", _body(_PROBE, uuid4().hex))
         said = (await _endpoint(call, "GET", "/weight_info"))["weight_version"]
         return About(
@@ -106,6 +116,8 @@ class VllmDialect(Dialect):
             policy_version=int(said) if said.isdigit() else None,
             processes=len(processes),
             cuda=bool(inside["cuda"]),
+            versions=1 if adapters is None else int(adapters["max_loras"]),
+            highest_rank=None if adapters is None else int(adapters["max_lora_rank"]),
         )
 
     async def _inside(self, call: Call) -> Sequence[Mapping[str, Any]]:
@@ -168,7 +180,7 @@ class VllmDialect(Dialect):
         a prompt's log-probs without its prefix cache: only the second way notices one that is stale."""
         whole, tails = await asyncio.gather(
             asyncio.gather(*(_prompt_logprobs(call, ids) for ids in sequences)),
-            asyncio.gather(*(_tail_logprobs(call, ids) for ids in sequences)),
+            asyncio.gather(*(last_logprobs(call, ids, _TAIL) for ids in sequences)),
         )
         return [[*a[: len(a) - len(b)], *b] for a, b in zip(whole, tails, strict=True)]
 
@@ -209,6 +221,14 @@ async def _endpoint(call: Call, method: str, path: str, body: Mapping[str, Any] 
         if error.status not in (404, 405):
             raise
         raise lacks(path, _START) from error
+
+
+async def _check_adapters(call: Call) -> None:
+    """Refuse a server that does not load adapters while it runs; one without a name is refused in any case."""
+    try:
+        await _endpoint(call, "POST", LOAD_ADAPTER, {"lora_name": "", "lora_path": ""}, read=False)
+    except ServerRefusedError:
+        return
 
 
 def seed_of(request: Request) -> int:
@@ -257,8 +277,9 @@ async def _prompt_logprobs(call: Call, ids: Sequence[int]) -> list[float]:
     return [float(at[str(i)]["logprob"]) for i, at in zip(ids[1:], said["prompt_logprobs"][1:], strict=True)]
 
 
-async def _tail_logprobs(call: Call, ids: Sequence[int]) -> list[float]:
-    ends = range(max(1, len(ids) - _TAIL), len(ids))
+async def last_logprobs(call: Call, ids: Sequence[int], count: int) -> list[float]:
+    """log p of the last tokens of a sequence, each drawn for."""
+    ends = range(max(1, len(ids) - count), len(ids))
     return list(await asyncio.gather(*(_next_logprob(call, ids[:end], ids[end]) for end in ends)))
 
 

@@ -60,10 +60,16 @@ class Published(Engine):
             for pinned in self.pinned:
                 pinned.pass_on()
 
-    def _expect(self, version: int, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Tell engines that are compared with the trainer what they will be compared with when this version's turn comes."""
+    def _expect(self, version: int, *given: Mapping[str, Tensor] | None) -> None:
+        """Tell engines that are compared with the trainer what they will be compared with when this version's turn comes: the
+        trainer as it is, or `given` weights and what was `carried` with them."""
         for pinned in self.pinned:
-            getattr(pinned.engine, "expect", lambda version, weights: None)(version, weights)
+            getattr(pinned.engine, "expect", lambda *told: None)(version, *(given or (None,)))
+
+    def _carried(self, version: int) -> Mapping[str, Tensor]:
+        """What an engine needs of a version beside its weights, under names of its own."""
+        found: Mapping[str, Tensor] = getattr(self.pinned[0].engine, "carried", lambda version: {})(version)
+        return found
 
     def held(self, version: int) -> _Version:
         """A version that was published and is not forgotten."""
@@ -136,14 +142,17 @@ class Published(Engine):
 
     def earlier(self, *, since: int) -> dict[int, dict[str, Tensor]]:
         """The weights of the versions from `since` on, but for the newest, which is the policy's own."""
-        return {v: held.weights for v, held in self._versions.items() if since <= v < self.version}
+        kept = {v: held.weights for v, held in self._versions.items() if since <= v < self.version}
+        return {v: {**weights, **self._carried(v)} for v, weights in kept.items()}
 
     def restore(self, versions: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Put back what `earlier` gave; the newest must be loaded after it, if another is meant."""
         newest = self._versions[self.version]
-        found = {v: _Version(weights=dict(w), hash=weights_hash(w, self.dtype)) for v, w in versions.items()}
-        for version, held in found.items():
-            self._expect(version, held.weights)
+        found = dict[int, _Version]()
+        for version, given in versions.items():
+            weights = {name: tensor for name, tensor in given.items() if name in newest.weights}
+            found[version] = _Version(weights=weights, hash=weights_hash(weights, self.dtype))
+            self._expect(version, weights, {name: given[name] for name in given.keys() - weights.keys()})
         with self._changed:
             self._versions = {**found, self.version: newest}
 

@@ -1,10 +1,11 @@
 """The endpoints of `rolecall serve`."""
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from uuid import uuid4
@@ -79,16 +80,32 @@ class _Score:
 _SEVERAL, _UPDATE, _SCORE = TypeAdapter(_Several), TypeAdapter(_Update), TypeAdapter(_Score)
 _AS_SENT = torch.float32
 """What tensors that are kept, and adapters, are hashed in: it holds the values of all smaller dtypes."""
+_VERSIONS = 8
+"""That may stand side by side: each is a copy of the weights."""
+_SLOT = re.compile(r"/slot/([1-9][0-9]?)(/.*)?")
 
 
 class App:
-    """Answers HTTP requests by an engine's service."""
+    """Answers HTTP requests by an engine's service. Below `/slot/N/` are the same paths for another engine, which holds another
+    version: it is made when it is first paused or given weights, and removed by DELETE. All share the kept weights."""
 
-    def __init__(self, loaded: LoadedModel, engine: LocalEngine, *, about: Mapping[str, Any]) -> None:
-        """`about` is what `/version` says beside what it knows itself."""
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        engine: LocalEngine,
+        *,
+        about: Mapping[str, Any],
+        another: Callable[[], LocalEngine] | None = None,
+        kept: dict[str, dict[str, Tensor]] | None = None,
+    ) -> None:
+        """`about` is what `/version` says beside what it knows itself; `another` makes an engine for a slot, and `kept` are the
+        weights for adapters, by name, of the app whose slot this is."""
         self.loaded, self.engine, self.about = loaded, engine, about
         self.service = Service(engine)
-        self._kept: tuple[str, dict[str, Tensor]] | None = None  # for adapters
+        self._another, self._is_slot = another, kept is not None
+        self._kept: dict[str, dict[str, Tensor]] = {} if kept is None else kept
+        self._slots: dict[int, App] = {}
+        self._making = asyncio.Lock()
         self._routes: dict[tuple[str, str], Callable[[HttpRequest], Awaitable[Any]]] = {
             ("GET", "/health"): self._health,
             ("GET", "/version"): self._version,
@@ -106,6 +123,8 @@ class App:
 
     async def __call__(self, request: HttpRequest) -> Any:
         """What to answer."""
+        if self._another is not None and (found := _SLOT.fullmatch(request.path)):
+            return await self._in_slot(int(found[1]), replace(request, path=found[2] or "/"))
         route = self._routes.get((request.method, request.path))
         if route is not None:
             with _said():
@@ -114,6 +133,29 @@ class App:
         if methods:
             raise HttpError(405, f"{request.path} takes {' or '.join(methods)}, not {request.method}")
         raise HttpError(404, f"there is no {request.path} here")
+
+    def close(self) -> None:
+        """End the engines' threads."""
+        for app in (self, *self._slots.values()):
+            app.service.close()
+
+    async def _in_slot(self, number: int, request: HttpRequest) -> Any:
+        """What the engine of a slot answers."""
+        if number >= _VERSIONS:
+            raise HttpError(400, f"there is no slot {number}: {_VERSIONS} versions stand side by side at most")
+        async with self._making:
+            if request.method == "DELETE":
+                if (gone := self._slots.pop(number, None)) is not None:
+                    await asyncio.to_thread(gone.close)
+                return {}
+            if number not in self._slots:
+                if request.path not in ("/pause", "/update_weights"):
+                    raise HttpError(503, f"slot {number} holds nothing: give it weights first")
+                assert self._another is not None
+                engine = await asyncio.to_thread(self._another)
+                engine.version = -1  # of nobody's weights
+                self._slots[number] = type(self)(self.loaded, engine, about=self.about, kept=self._kept)
+        return await self._slots[number](request)
 
     async def _health(self, request: HttpRequest) -> Any:
         return {}
@@ -133,6 +175,7 @@ class App:
             "paused": self.service.paused,
             "in_flight": len(self.service),
             "cuda": self.loaded.model.device.type == "cuda",
+            "versions": 1 if self._another is None else _VERSIONS,
         }
 
     async def _models(self, request: HttpRequest) -> Any:
@@ -207,18 +250,19 @@ class App:
         told = _in_query(request.query) if sent else read(_UPDATE, request.body).update_info
         if not sent and (told.directory is None) == (told.broadcast is None):
             raise HttpError(400, "give the directory that holds the weights, or the broadcast that brings them")
-        if told.base is not None and (self._kept is None or self._kept[0] != told.base):
+        if told.base is not None and told.base not in self._kept:
             raise HttpError(409, "the weights that this adapter belongs to are not here: send them first")
         weights = await asyncio.to_thread(_received, request.body) if sent else await asyncio.to_thread(_fetched, told)
         if told.keep is not None:
-            self._kept = (told.keep, weights)
+            self._kept.clear()
+            self._kept[told.keep] = weights
             return {"version": told.version, "hash": await asyncio.to_thread(weights_hash, weights, _AS_SENT)}
         hashed = None
-        if told.base is not None and self._kept is not None:
+        if told.base is not None:
             hashed = weights_hash(weights, _AS_SENT)
-            weights = await asyncio.to_thread(merged, self._kept[1], weights)
-        else:
-            self._kept = None
+            weights = await asyncio.to_thread(merged, self._kept[told.base], weights)
+        elif not (self._is_slot or self._slots):
+            self._kept.clear()
         # A load that has begun is finished, whether or not the client stays to hear of it.
         await asyncio.shield(self._on_engine(lambda: self.engine.load(weights, told.version), idle=True))
         return {"version": told.version, "hash": hashed or await self._on_engine(self.engine.hash, idle=False)}

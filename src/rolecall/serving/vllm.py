@@ -132,6 +132,7 @@ class Launch:
             "PYTHONPATH": str(INSIDE),
             "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, /collective_rpc: see Guard for who may call them
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # of use with --enable-lora only
             "VLLM_API_KEY": self.key,
             KEY_VARIABLE: self.key,
             "ROLECALL_SERVER_HOSTS": ",".join((self.host, *self.hosts)),

@@ -38,6 +38,11 @@ class Worker:
             "tied": bool(_tied_heads(self.model_runner.get_model())),
         }
 
+    def rolecall_base(self: Any) -> str | None:
+        """The name of the weights that are kept for adapters."""
+        kept = getattr(self, "_rolecall_base", None)
+        return None if kept is None else kept[0]
+
     def rolecall_load(
         self: Any,
         directory: str | None = None,
