@@ -6,6 +6,7 @@ A run copies its rollouts to any address that fsspec knows. Here that is a folde
 import importlib.util
 import os
 import tempfile
+from statistics import fmean
 
 import fsspec
 from datasets import load_dataset
@@ -32,9 +33,16 @@ if __name__ == "__main__":
     best = max(rows, key=lambda row: row["score"])
     print(f"{len(files)} files; best answer, step {best['step']}: {best['answer_text']!r} scored {best['score']}")
 
+    scores: dict[int, list[float]] = {}
+    for row in rows:
+        scores.setdefault(row["step"], []).append(row["score"])
+    print("mean score by step, from datasets:", {step: round(fmean(scores[step]), 3) for step in sorted(scores)})
+
     if importlib.util.find_spec("ray") and "STEPS" not in os.environ:
         import ray
 
+        ray.init(num_cpus=2, include_dashboard=False)
         found = ray.data.read_parquet(files, columns=["step", "score"]).groupby("step").mean("score").take_all()
-        print("mean score by step, from Ray Data:", {row["step"]: round(row["mean(score)"], 3) for row in found})
+        means = {row["step"]: round(row["mean(score)"], 3) for row in sorted(found, key=lambda row: row["step"])}
+        print("mean score by step, from Ray Data:", means)
         ray.shutdown()

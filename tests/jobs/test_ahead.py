@@ -233,6 +233,8 @@ def test_what_cannot_be_sampled_ahead_is_refused(tmp_path):
 
     with pytest.raises(UserError, match="agree on further prompts, which they cannot while they train"):
         made(2, rl._Asked(reward=Slow()), **{"algorithm.resample": 2})
+    with pytest.raises(UserError, match="lessons are learned from the episodes of all processes"):
+        made(2, rl._Asked(reward=Slow()), **{"lessons.share": 0.5})
 
 
 def test_the_correction_is_chosen_and_said(tmp_path):
