@@ -85,15 +85,17 @@ class Sampler:
         self.engine: Engine = open_engine(load(setup.model, **setup.how), version=-1, **setup.engine)
 
     def answer(self, unit: Unit) -> Iterator[dict[str, Any]]:
-        """What is said of a unit: its answers as they end, after a check that the weights are those that were published, and
-        that it is `done`."""
+        """What is said of a unit: each answer, and that it is `done`."""
         try:
-            self._take(unit.weights, unit.version, unit.hash)
-            stream = self.engine.stream(unit.requests) if unit.newest is None else self._following(unit, unit.newest)
-            yield from ({"answer": pack(completion)} for completion in stream)
+            yield from ({"answer": pack(completion)} for completion in self.stream(unit))
             yield {"done": True}
         except _MergedOtherwise as error:
             yield {"error": str(error), "whole": True, "done": True}
+
+    def stream(self, unit: Unit) -> Iterator[Completion]:
+        """The unit's answers as they end, after a check that the weights are those that were published."""
+        self._take(unit.weights, unit.version, unit.hash)
+        return self.engine.stream(unit.requests) if unit.newest is None else self._following(unit, unit.newest)
 
     def _take(self, weights: Sequence[Any], version: int, fingerprint: str) -> None:
         if self.engine.version != version:
