@@ -1,4 +1,5 @@
-"""Read the rollouts of a run elsewhere, row by row, without rolecall: by Hugging Face datasets, and by Ray Data if it is installed.
+"""Read the rollouts of a run elsewhere, row by row, without rolecall: by Hugging Face datasets, and by Ray Data if it is installed
+(pip install 'rolecall[ray,store]').
 
 A run copies its rollouts to any address that fsspec knows. Here that is a folder; with a bucket it is s3://bucket/name.
 """
@@ -42,7 +43,8 @@ if __name__ == "__main__":
         import ray
 
         ray.init(num_cpus=2, include_dashboard=False)
-        found = ray.data.read_parquet(files, columns=["step", "score"]).groupby("step").mean("score").take_all()
+        read = ray.data.read_parquet(files).select_columns(["step", "score"])
+        found = read.groupby("step").mean("score").take_all()
         means = {row["step"]: round(row["mean(score)"], 3) for row in sorted(found, key=lambda row: row["step"])}
         print("mean score by step, from Ray Data:", means)
         ray.shutdown()
