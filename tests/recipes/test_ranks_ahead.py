@@ -64,30 +64,8 @@ def test_two_processes_sample_ahead_as_one_does_and_resume_to_the_same_bytes(pla
 
 @pytest.mark.slow
 def test_episodes_that_two_processes_play_ahead_are_those_of_one(place):
-    words = [
-        "rl",
-        "--preset",
-        "grpo",
-        "--env",
-        "guessing",
-        "--prompts",
-        "4",
-        "--samples",
-        "2",
-        "--steps",
-        "3",
-        "--quiet",
-    ]
-    words += [
-        "--reward",
-        "rewards.py:letters",
-        "--async.ahead",
-        "1",
-        "--sampling.max_new_tokens",
-        "6",
-        "--save.every",
-        "1",
-    ]
+    words = ["rl", "--preset", "grpo", "--env", "guessing", "--prompts", "4", "--samples", "2", "--steps", "3"]
+    words += ["--async.ahead", "1", "--sampling.max_new_tokens", "6", "--save.every", "1", "--quiet"]
     processes(1, place, *words, "--out", "alone")
     processes(2, place, *words, "--out", "straight")
     processes(2, place, *words, "--out", "turns", "--steps", "2")
