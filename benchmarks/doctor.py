@@ -43,8 +43,10 @@ def planned() -> Iterator[tuple[str, Plan, int]]:
 def named_setting(run: Path, kind: str, plan: Plan) -> dict[str, Any]:
     """What the doctor says to try first in a run with this fault, as settings; the plan's where it cannot be typed."""
     said = next((one.setting for one in findings(run) if one.kind == kind), None)
-    if plan.treated or said is None:
+    if plan.treated:
         return plan.treated
+    if said is None:
+        raise SystemExit(f"{kind} is not found in {run}, so there is no setting to try: choose another TREATED_SEED")
     name, value = said.removeprefix("--").split()
     parts = [_read(part) for part in value.split(",")]
     return {name: parts if len(parts) > 1 else parts[0]}

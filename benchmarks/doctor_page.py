@@ -52,7 +52,7 @@ Checks and thresholds were set on even seeds and are reported on odd ones:
 - Seeds from {unseen} on were first looked at by the run of the script that wrote this page; nothing was changed after it. Their column is
   the one to judge by.
 - The settings to try were made stronger where the first choice did nothing (KL coefficients of 1, not 0.1; replay of age 1), with
-  trials at seed 0. What a setting did is told of one run each, at seed {treated}.
+  trials at seed 0. What a setting did is told of one run each, at seed {treated}, at which all faults were found.
 """
 
 LIMITS = """## What these numbers are not
@@ -130,13 +130,11 @@ def what_it_did(place: Path, name: str) -> str | None:
     flags = " ".join(f"--{key} {_flag(value)}" for key, value in changed.items())
     numbers = [_ends(show, _end(treated, show), _end(sick, show)) for show in plan.shows]
     before, after = ({one.kind for one in findings(run)} for run in (sick, treated))
-    said = "still found" if kind_of(name) in after else "not found any more"
-    new = (
-        f", but {', '.join(sorted(after - before))} {'were' if len(after - before) > 1 else 'was'}"
-        if after - before
-        else ""
-    )
-    return f"with {flags}, {' and '.join(numbers)}; it was {said}{new}"
+    still = kind_of(name) in after
+    said, new = "still found" if still else "not found any more", ", ".join(sorted(after - before))
+    if new:
+        said += f", {'and so' if still else 'but'} {'were' if len(after - before) > 1 else 'was'} {new}"
+    return f"with {flags}, {' and '.join(numbers)}; it was {said}"
 
 
 def _ends(name: str, treated: str | None, sick: str | None) -> str:
@@ -175,11 +173,14 @@ def _steps() -> str:
 def _parts(seeds: Iterable[int]) -> dict[str, list[int]]:
     """The columns of the tables, as far as there are runs: which seeds belong to each."""
     columns = {
-        "set on: seeds {}": [s for s in seeds if s % 2 == 0],
-        "reported: seeds {}": [s for s in seeds if s % 2 and s < FIRST_UNSEEN],
-        "reported, unseen: seeds {}": [s for s in seeds if s % 2 and s >= FIRST_UNSEEN],
+        "set on: {}": [s for s in seeds if s % 2 == 0],
+        "reported: {}": [s for s in seeds if s % 2 and s < FIRST_UNSEEN],
+        "reported, unseen: {}": [s for s in seeds if s % 2 and s >= FIRST_UNSEEN],
     }
-    return {name.format(", ".join(map(str, sorted(held)))): held for name, held in columns.items() if held}
+    named = {
+        held_as: f"seed{'s' * (len(held) > 1)} {', '.join(map(str, sorted(held)))}" for held_as, held in columns.items()
+    }
+    return {name.format(named[name]): held for name, held in columns.items() if held}
 
 
 def _rates(faults: Sequence[Looked], controls: Sequence[Looked]) -> str:

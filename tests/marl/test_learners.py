@@ -8,12 +8,21 @@ from hypothesis import given, settings
 from recorded import episode_lists, pymarl_mask, pymarl_targets, recorded
 
 from rolecall.marl.episodes import EpisodeBatch
-from rolecall.marl.mixers import MonotonicMixer, SumMixer
-from rolecall.marl.moments import RunningMoments
-from rolecall.marl.nets import UNAVAILABLE, Agents, AgentShape, Critic, load_agents, save_agents
+from rolecall.marl.nets import (
+    UNAVAILABLE,
+    Agents,
+    AgentShape,
+    Critic,
+    MonotonicMixer,
+    RunningMoments,
+    SumMixer,
+    action_scores,
+    available,
+    load_agents,
+    save_agents,
+)
 from rolecall.marl.ppo import ActorCritic, ppo_loss, prepare
 from rolecall.marl.q_learning import QNetworks, follow, q_loss
-from rolecall.marl.scoring import action_scores, available
 
 SHAPE = {"agents": 2, "obs": 4, "actions": 3, "hidden": 8, "recurrent": False, "shared": True, "last_action": False}
 SHAPES = [{}, {"recurrent": True}, {"shared": False}, {"recurrent": True, "shared": False, "last_action": True}]

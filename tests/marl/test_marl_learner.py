@@ -15,9 +15,9 @@ from rolecall.config.merge import resolve
 from rolecall.marl.acting import Actor
 from rolecall.marl.buffer import EpisodeBuffer
 from rolecall.marl.envs import open_envs
+from rolecall.marl.nets import action_scores
 from rolecall.marl.q_learning import q_loss
 from rolecall.marl.runner import Runner, episode_seeds
-from rolecall.marl.scoring import action_scores
 from rolecall.recipes.marl import EVALUATE, TRAIN, PPOLearner, QLearner, agents_of, networks
 from rolecall.train.optim import make_optimizer
 from rolecall.train.step import Updater

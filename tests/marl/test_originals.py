@@ -10,8 +10,7 @@ from recorded import pymarl_mask, recorded
 from rolecall.marl.acting import Actor
 from rolecall.marl.buffer import EpisodeBuffer
 from rolecall.marl.envs import open_envs
-from rolecall.marl.moments import RunningMoments
-from rolecall.marl.nets import Agents, AgentShape
+from rolecall.marl.nets import Agents, AgentShape, RunningMoments
 from rolecall.marl.runner import Runner
 from rolecall.maths.returns import nstep_targets, td_lambda_targets
 

@@ -10,7 +10,7 @@ from torch import nn
 from rolecall.cli import main
 from rolecall.config.parts import PolicyOptions, TrainerOptions
 from rolecall.config.training import SFTOptions
-from rolecall.policy.compiling import compile_layers
+from rolecall.policy.device import compile_layers
 from rolecall.policy.heads import Critic
 from rolecall.policy.load import load
 from rolecall.policy.model import PolicyModel

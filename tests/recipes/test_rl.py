@@ -281,7 +281,7 @@ def test_values_behind_answers_that_were_cut_off_are_the_critics(critic):
     torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(1))
     batch = learner.collect(0).batch
     cut_off = torch.tensor([False, False, True, False] * 2)
-    behind = learner.prepare._values_behind(batch, cut_off)
+    behind = learner.prepare._values_after_end(batch, cut_off)
     with torch.no_grad():
         trunk = learner.policy.model.model if critic == "shared" else learner.module.critic.trunk
         expected = head(trunk(input_ids=batch.ids[2:3]).last_hidden_state[0, 6])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rolecall.files import DiskError
+from rolecall.train.callbacks import Callbacks
 from rolecall.train.checkpoint import latest
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.loop import Loop, LoopOptions
@@ -54,20 +55,9 @@ class Telling(Quiet):
         self.said.append(text)
 
 
-def looped(
-    tmp_path,
-    learner=None,
-    *,
-    write=None,
-    scores=None,
-    start=0,
-    state=None,
-    grace=30.0,
-    updater=None,
-    peers=None,
-    **options,
-):
+def looped(tmp_path, learner=None, *, write=None, scores=None, start=0, state=None, callbacks=(), **options):
     """(outcome, what was said, lines of metrics.jsonl, names of checkpoints)."""
+    parts = {name: options.pop(name) for name in ("agree", "grace", "updater", "peers") if name in options}
     learner, telling = learner or Counting(), Telling()
     settings = {"steps": 6, "save_every": 2, "keep": 2, "eval_every": 0, "main": "reward", **options}
 
@@ -84,9 +74,8 @@ def looped(
             evaluate=None if scores is None else lambda step: {"reward": scores[step]},
             progress=telling,
             timer=Timer(),
-            grace=grace,
-            updater=updater,
-            peers=peers,
+            callbacks=Callbacks(callbacks, path=run.path, steps=settings["steps"]),
+            **parts,
         )
         if state is not None:
             loop.load_state_dict(state)

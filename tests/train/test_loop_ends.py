@@ -1,16 +1,14 @@
 """Runs that end because nothing can be learned, and runs that callbacks watch, stop or break."""
 
-import json
+from functools import partial
 
 import pytest
-from test_loop import Counting, Telling
+import test_loop
+from test_loop import Counting
 
 from rolecall.errors import UserError
-from rolecall.train.callbacks import Callback, Callbacks, check_callbacks
+from rolecall.train.callbacks import Callback, check_callbacks
 from rolecall.train.exit_codes import ExitCode
-from rolecall.train.loop import Loop, LoopOptions
-from rolecall.train.rundir import RunDir
-from rolecall.train.timing import Timer
 
 
 class Told(Counting):
@@ -27,30 +25,7 @@ class Told(Counting):
         return self.said
 
 
-def looped(tmp_path, learner=None, *, callbacks=(), start=0, state=None, scores=None, agree=lambda x: x, **options):
-    """(outcome, what was said, lines of metrics.jsonl, names of checkpoints)."""
-    learner, telling = learner or Counting(), Telling()
-    settings = {"steps": 3, "save_every": 0, "keep": 2, "eval_every": 0, "main": "reward", **options}
-    with RunDir(tmp_path, "run", resume=(tmp_path / "run").exists()) as run:
-        loop = Loop(
-            learner,
-            LoopOptions(**settings),
-            run=run,
-            config={},
-            write=lambda directory, extra: (directory / "state.json").write_text(json.dumps(extra)),
-            evaluate=None if scores is None else lambda step: {"reward": scores[step]},
-            progress=telling,
-            timer=Timer(),
-            agree=agree,
-            callbacks=Callbacks(callbacks, path=run.path, steps=settings["steps"]),
-        )
-        if state is not None:
-            loop.load_state_dict(state)
-        outcome = loop.go(start=start, title="test")
-        lines = [json.loads(line) for line in run.metrics.path.read_text().splitlines()]
-        saved = sorted(path.name for path in run.checkpoints.iterdir())
-    return outcome, telling.said, lines, saved
-
+looped = partial(test_loop.looped, steps=3, save_every=0)
 
 GOOD = {"reward": 0.5, "rewards/failed": 0.0, "optimizer_steps": 1.0, "grad_norm": 0.1}
 FAILED = {"rewards/failed": 1.0, "optimizer_steps": 0.0, "grad_norm": 0.0}

@@ -264,7 +264,7 @@ def test_a_loss_or_gradient_that_is_not_finite_skips_the_step_and_names_the_row(
     assert result.skipped
     assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
     assert list(result.bad_rows) == [at[0]]
-    step.say_skipped(4, result, [f"row {row}" for row in range(len(batch))])
+    step.log_skipped(4, result, [f"row {row}" for row in range(len(batch))])
     # The loss has a gradient wherever its value is multiplied; a constant that is added has none.
     bad = "the loss" if grad == 1.0 else "the gradient of model.model.embed_tokens.weight"
     assert caplog.messages == [f"step 4 was skipped: {bad} is not finite; the loss is not in row {at[0]}"]
@@ -279,7 +279,7 @@ def test_more_bad_rows_than_a_line_can_name_are_counted(caplog):
     result, _ = stepped(scripted_batch())
     for count, said in ((8, "0, 1, 2, 3, 4, 5, 6, 7"), (10, "0, 1, 2, 3, 4, 5, 6, 7 and 2 more"), (0, None)):
         bad = dataclasses.replace(result, bad_rows=range(count))
-        step.say_skipped(4, bad, [str(row) for row in range(count)])
+        step.log_skipped(4, bad, [str(row) for row in range(count)])
         blamed = f"; the loss is not in {said}" if said else ""
         assert caplog.messages[-1] == f"step 4 was skipped: something on another process is not finite{blamed}"
 

@@ -21,7 +21,7 @@ from rolecall.config.parts import ChatOptions
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel
-from rolecall.recipes.collect import Collected, OfRows
+from rolecall.recipes.collect import Collected, RowsCollector
 from rolecall.recipes.evaluate import EVALUATION_STEP, Evaluation, HeldOut, kl_to
 from rolecall.rewards.pool import RewardPool
 from rolecall.rewards.records import Reward, Sample, Scored
@@ -175,7 +175,7 @@ class Arena:
         return prompt, "\n".join(f"{m.get('author', m['role'])}: {m['content']}" for m in said[start:])
 
 
-class Episodes(OfRows):
+class Episodes(RowsCollector):
     """The collector of episodes: prompts are taken from the rows in order, each is played `samples` times."""
 
     def __init__(

@@ -21,6 +21,7 @@ from rolecall.config.use import (
     RescoreOptions,
     ServeOptions,
 )
+from rolecall.config.view import ViewOptions
 from rolecall.visible import visible_text
 
 
@@ -168,3 +169,13 @@ def _show_cases(found: Any) -> None:
         print(f"\n{NOT_OFFERED} at all: {', '.join(found.not_offered)}")
     if found.idle_reasons:
         print(f"\nREASONS that are not needed, since nothing differs: {', '.join(found.idle_reasons)}")
+
+
+def view(options: ViewOptions) -> None:
+    """The address to open; Ctrl-C ends it."""
+    from rolecall.jobs.view import view
+
+    def ready(address: str) -> None:
+        print(f"the runs in {visible_text(options.dir)}: {address}\nCtrl-C ends it", flush=True)
+
+    view(options.dir, port=options.port, ready=ready)

@@ -13,8 +13,8 @@ from rolecall.jobs.data import check_prompts, open_reward, prompt_rows
 from rolecall.jobs.models import fingerprint, open_model, sampler
 from rolecall.jobs.running import Run, train
 from rolecall.policy.load import reading
-from rolecall.recipes.ask import Asker
 from rolecall.recipes.best_of_n import BestOfN
+from rolecall.recipes.collect import Asker
 from rolecall.tasks.names import is_task
 from rolecall.tasks.sources import RowsSource
 from rolecall.tasks.streams import head
@@ -58,15 +58,7 @@ def build(job: Job) -> Built:
     policy = open_model(options.model, **reading(options.policy))
     check_prompts(found, policy, options.chat)
     engine = sampler(policy, options)
-    asker = Asker(
-        policy=policy,
-        engine=engine,
-        reward=reward,
-        rows=found,
-        chat=options.chat,
-        sampling=options.sampling,
-        timer=job.timer,
-    )
+    asker = Asker.of(options, policy=policy, engine=engine, reward=reward, rows=found, timer=job.timer)
     learner = BestOfN(options, asker=asker, judge=judge, model=engine.hash, tokenizer=fingerprint(policy))
 
     def write(directory: Path, extra: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from rolecall.config.training import DPOOptions
-from rolecall.jobs.building import Built, Job, build_policy, loop_options, prepared
+from rolecall.jobs.building import Built, Job, build_policy, loop_options, make_updater
 from rolecall.jobs.data import preferences, steps_of
 from rolecall.jobs.evaluators import task_evaluator
 from rolecall.jobs.models import open_policy
@@ -57,7 +57,7 @@ def build(job: Job) -> Built:
     module = PolicyModel(policy.model)
     options = steps_of(options, pairs, options.batch)
     reference = Reference(module)
-    updater = prepared(module, job, reference=reference)
+    updater = make_updater(module, job, reference=reference)
     learner = DPOLearner(options, updater=updater, reference=reference, pairs=pairs)
     of_task = is_task(options.rows) and options.eval.data is None
     answers = (
@@ -70,8 +70,7 @@ def build(job: Job) -> Built:
         loop_options(options, main="reward" if answers is not None else "rewards/accuracies"),
         policy=policy,
         module=module,
-        optimizer=updater.optimizer,
-        ranks=updater.ranks,
+        updater=updater,
         evaluate=None if held is None else partial(_evaluate, learner, held, answers),
         prompts=style_of(rows),
     )

@@ -5,14 +5,13 @@ from functools import partial
 from typing import Any
 
 from rolecall.config.training import ExpertIterationOptions
-from rolecall.jobs.building import Built, Job, build_policy, loop_options, prepared
+from rolecall.jobs.building import Built, Job, build_policy, loop_options, make_updater
 from rolecall.jobs.data import check_prompts, open_judge, open_training_reward, prompt_rows
 from rolecall.jobs.models import fingerprint, open_policy, sampler
 from rolecall.jobs.prompting import style_of
 from rolecall.jobs.running import Run, train
 from rolecall.policy.model import PolicyModel
-from rolecall.recipes.ask import Asker
-from rolecall.recipes.collect import run_state
+from rolecall.recipes.collect import Asker, run_state
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.expert_iteration import ExpertIterationLearner
 from rolecall.tasks.sources import RowsSource
@@ -48,17 +47,10 @@ def build(job: Job) -> Built:
         if some is not None:
             check_prompts(some, policy, options.chat)
     module = PolicyModel(policy.model)
-    updater = prepared(module, job)
+    updater = make_updater(module, job)
     engine = sampler(policy, options, updater=updater)
-    asker = Asker(
-        policy=policy,
-        engine=engine,
-        reward=reward,
-        rows=found.train,
-        chat=options.chat,
-        sampling=options.sampling,
-        timer=timer,
-    )
+    parts: dict[str, Any] = {"policy": policy, "engine": engine, "timer": timer}
+    asker = Asker.of(options, reward=reward, rows=found.train, **parts)
     learner = ExpertIterationLearner(
         options, policy=policy, updater=updater, asker=asker, tokenizer=fingerprint(policy)
     )
@@ -67,8 +59,7 @@ def build(job: Job) -> Built:
     if found.test is not None:
         judge, beside = open_judge(options, reward, found.test_reward, stack, rows=found.test)
         evaluate = Evaluator(
-            policy=policy,
-            engine=engine,
+            **parts,
             reward=judge,
             train_reward=beside,
             rows=found.test,
@@ -76,7 +67,6 @@ def build(job: Job) -> Built:
             chat=options.chat,
             samples=options.eval.samples,
             seed=options.seed,
-            timer=timer,
             state_at=partial(run_state, options, learner.order),
             ranks=updater.ranks,
         )
@@ -85,8 +75,7 @@ def build(job: Job) -> Built:
         loop_options(options, main="reward"),
         policy=policy,
         module=module,
-        optimizer=updater.optimizer,
-        ranks=updater.ranks,
+        updater=updater,
         evaluate=evaluate,
         watch_run=partial(setattr, learner, "run"),
         prompts=style_of(found.train),

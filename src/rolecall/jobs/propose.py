@@ -25,8 +25,8 @@ from rolecall.jobs.arguments import options_of
 from rolecall.jobs.models import open_model, sampler
 from rolecall.jobs.prompting import prompting_of
 from rolecall.policy.load import LoadedModel, reading
+from rolecall.recipes.collect import answer_text
 from rolecall.recipes.rendering import rendered_prompt
-from rolecall.recipes.sampling import answer_text
 from rolecall.remote.plain import PlainServer
 from rolecall.rollout.engine import in_order
 from rolecall.tasks.streams import head
@@ -93,7 +93,8 @@ def run(options: ProposeOptions) -> Proposed:
         sieve.drop(f"beyond a share of {options.share:g}", len(made) - most)
     lines = [*({**row, PROVENANCE: None} for row in given if options.share < 1), *made[:most]]
     if not made:
-        raise UserError(f"none of {len(found)} proposals was kept: {_reasons(sieve.dropped)}", exit_code=1)
+        reasons = "; ".join(f"{count} {why}" for why, count in sieve.dropped.items() if count)
+        raise UserError(f"none of {len(found)} proposals was kept: {reasons}", exit_code=1)
     write_atomically(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
     return Proposed(path=path, given=len(lines) - len(made[:most]), made=len(made[:most]), dropped=sieve.dropped)
 
@@ -187,7 +188,3 @@ def _embedded(policy: LoadedModel, text: str) -> Tensor:
     ids = policy.tokenizer(text, add_special_tokens=False)["input_ids"][: policy.context_length] or [0]
     hidden = policy.model.base_model(input_ids=torch.tensor([ids], device=policy.model.device)).last_hidden_state[0]
     return torch.nn.functional.normalize(hidden.float().mean(dim=0), dim=0).cpu()
-
-
-def _reasons(dropped: Mapping[str, int]) -> str:
-    return "; ".join(f"{count} {why}" for why, count in dropped.items() if count)

@@ -22,12 +22,12 @@ from rolecall.jobs.agents import (
     episode_rows,
     open_arena,
     open_envs,
+    open_lessons,
     open_turn_judge,
     try_out,
 )
-from rolecall.jobs.building import Built, Job, build_policy, loop_options, prepared
+from rolecall.jobs.building import Built, Job, build_policy, loop_options, make_updater
 from rolecall.jobs.data import PromptRows, check_prompts, open_judge, open_training_reward, prompt_rows, steps_of
-from rolecall.jobs.lessons import open_lessons
 from rolecall.jobs.models import as_served, engine_dtype, fingerprint, open_policy, open_reward_model, samplers
 from rolecall.jobs.prompting import style_of
 from rolecall.jobs.running import Run, train
@@ -37,11 +37,12 @@ from rolecall.policy.lora import has_adapter, merged
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.token_text import token_bytes
 from rolecall.recipes.ahead import Ahead, InOrder, Lane
-from rolecall.recipes.collect import Answers, Collector, OfRows, StoredAnswers, Unasked, run_state
+from rolecall.recipes.collect import Answers, Collector, RowsCollector, run_state
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.guard import Guard
 from rolecall.recipes.records import Records
 from rolecall.recipes.rl import RLLearner, engine_weights
+from rolecall.recipes.stored_answers import NoReward, StoredAnswers
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine, warn_if_support_is_cut
 from rolecall.rollout.native import NativeEngine
@@ -114,7 +115,7 @@ def build(job: Job) -> Built:
             check_prompts(some, policy, options.chat)
     module = _module(policy, options)
     reference = Reference(module) if options.algorithm.kl_coef > 0 else None
-    updater = prepared(module, job, reference=reference)
+    updater = make_updater(module, job, reference=reference)
     engine, options, guard = _engine(job, options, policy, updater, aside, _lanes(options, asked))
     parts: dict[str, Any] = {"policy": policy, "engine": engine, "reward": asked.reward, "timer": job.timer}
     arena = _arena(options, asked, **parts)
@@ -152,8 +153,7 @@ def build(job: Job) -> Built:
         loop_options(options, main="reward"),
         policy=policy,
         module=module,
-        optimizer=updater.optimizer,
-        ranks=updater.ranks,
+        updater=updater,
         evaluate=_evaluator(job, asked, parts, arena, **watched),
         watch_run=record,
         finish=lambda run: None if mirror is None else mirror.finish(),
@@ -199,7 +199,9 @@ def _arena(options: RLOptions, asked: _Asked, **parts: Any) -> Arena | None:
     return None if asked.envs is None else open_arena(asked.envs, options.agent, chat=options.chat, **parts)
 
 
-def _collector(job: Job, options: RLOptions, asked: _Asked, ranks: Ranks, arena: Arena | None, **parts: Any) -> OfRows:
+def _collector(
+    job: Job, options: RLOptions, asked: _Asked, ranks: Ranks, arena: Arena | None, **parts: Any
+) -> RowsCollector:
     """What answers the rows, or plays their episodes."""
     assert asked.train is not None
     if arena is None:
@@ -257,7 +259,7 @@ def _asked(job: Job, timer: Timer) -> _Asked:
     if options.lessons.clip_high is not None and job.functions.get("loss") is not None:
         raise UserError("a loss of your own clips as it likes: leave out lessons.clip_high, and look at batch.guided")
     if not (options.sampled_now or options.eval.every):
-        return _Asked(reward=Unasked() if played is None else EnvOnly())
+        return _Asked(reward=NoReward() if played is None else EnvOnly())
     if played is None:
         found = prompt_rows("addition" if options.rows is None else options.rows, options.eval, seed=options.seed)
     else:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rolecall.config.training import SFTOptions
 from rolecall.errors import UserError
-from rolecall.jobs.building import Built, Job, build_policy, loop_options, prepared
+from rolecall.jobs.building import Built, Job, build_policy, loop_options, make_updater
 from rolecall.jobs.data import check_kind, check_prompts, demonstrated_splits, open_reward, steps_of
 from rolecall.jobs.evaluators import answering, task_evaluator
 from rolecall.jobs.models import open_policy
@@ -52,7 +52,7 @@ def build(job: Job) -> Built:
         _log.warning("%d of %d rows are longer than max_length and were left out", too_long, len(found))
     options = steps_of(options, trajectories, options.batch)
     module = PolicyModel(policy.model)
-    updater = prepared(module, job)
+    updater = make_updater(module, job)
     learner = SFTLearner(options, updater=updater, demonstrations=trajectories)
     # A task answers its own test prompts; of other rows the loss is known, and the reward if one is named.
     asked = options.eval.data if options.eval.data is not None and is_task(options.eval.data) else options.rows
@@ -65,8 +65,7 @@ def build(job: Job) -> Built:
         loop_options(options, main="reward" if scored else "loss", lower=not scored),
         policy=policy,
         module=module,
-        optimizer=updater.optimizer,
-        ranks=updater.ranks,
+        updater=updater,
         evaluate=evaluate,
         prompts=style_of(found),
     )

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from rolecall.marl.episodes import EpisodeBatch
-from rolecall.marl.moments import RunningMoments
-from rolecall.marl.nets import Agents, Critic
+from rolecall.marl.nets import Agents, Critic, RunningMoments, action_scores, agent_inputs, available
 from rolecall.marl.returns import advantages_and_returns, as_rows
-from rolecall.marl.scoring import action_scores, agent_inputs, available
 from rolecall.maths.losses import entropy, ppo_clip, value_clip
 from rolecall.maths.reduce import aggregate, masked_mean, masked_whiten
 

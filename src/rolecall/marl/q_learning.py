@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from rolecall.marl.episodes import EpisodeBatch
-from rolecall.marl.nets import Agents
+from rolecall.marl.nets import Agents, action_scores, agent_inputs, available
 from rolecall.marl.returns import advantages_and_returns, as_rows
-from rolecall.marl.scoring import action_scores, agent_inputs, available
 from rolecall.maths.reduce import aggregate, masked_mean
 
 

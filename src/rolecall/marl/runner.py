@@ -137,7 +137,8 @@ class _Tape:
             )
         slots = self.slots
         filled = self.filled[:slots, good]
-        acted = filled & ~np.concatenate([np.zeros((1, len(good)), bool), self._ended(good)[: slots - 1]])
+        ended = self.terminated[:, good] | self.truncated[:, good]
+        acted = filled & ~np.concatenate([np.zeros((1, len(good)), bool), ended[: slots - 1]])
         reward = self.reward[:slots, good]
         if self.rewards == "team":
             total = reward.sum(2, keepdims=True)
@@ -154,9 +155,6 @@ class _Tape:
             global_state=None if self.state is None else _kept(self.state[:slots, good], filled),
         ).trimmed()
         return Round(episodes=batch, seeds=tuple(seeds[i] for i in good), faults=faults)
-
-    def _ended(self, good: np.ndarray) -> np.ndarray:
-        return self.terminated[:, good] | self.truncated[:, good]
 
 
 def _kept(array: np.ndarray, mask: np.ndarray) -> torch.Tensor:

@@ -1,11 +1,14 @@
-"""The device that a run is on, from the name that a user gave it."""
+"""The device that a run is on, from the name that a user gave it, and models compiled for it."""
 
 import logging
 
 import torch
+from torch import nn
 
 from rolecall.config.plan import processes
 from rolecall.errors import UserError
+from rolecall.policy.heads import ScalarModel
+from rolecall.policy.model import PolicyModel
 
 _log = logging.getLogger("rolecall")
 
@@ -49,3 +52,24 @@ def set_tf32(device: torch.device, *, on: bool) -> None:
 def _title(device: torch.device) -> str:
     """What the accelerator is called."""
     return torch.cuda.get_device_name() if device.type == "cuda" else device.type
+
+
+def compile_layers(module: nn.Module) -> int:
+    """Compile the layers of every model inside, in place, for inputs of any length; how many there are.
+
+    Names and weights stay as they are, and copies are not compiled. The model's own forward pass is used from here on, not
+    the flat one, which has kernels of its own.
+    """
+    parts, names = list(module.modules()), layer_names(module)
+    layers = [part for part in parts if type(part).__name__ in names]
+    for part in parts:
+        if isinstance(part, PolicyModel | ScalarModel):
+            part.settle(flat=False)
+    for layer in layers:
+        layer.compile(dynamic=True)
+    return len(layers)
+
+
+def layer_names(module: nn.Module) -> set[str]:
+    """The classes of the layers that models inside are made of, as transformers names them."""
+    return {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}

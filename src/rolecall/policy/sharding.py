@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from rolecall.errors import UserError
+from rolecall.policy.device import layer_names
 from rolecall.policy.flat import flat_layer
 from rolecall.policy.heads import ScalarHead, ScalarModel
 from rolecall.policy.model import PolicyModel
@@ -65,7 +66,7 @@ def shard(
     for part in list(module.modules()):
         if isinstance(part, ScalarHead):
             fully_shard(part, **how)
-        elif type(part).__name__ in _layer_names(module):
+        elif type(part).__name__ in layer_names(module):
             fully_shard(part, mp_policy=precision, reshard_after_forward=True, **how)
             part.flat_layer = MethodType(flat_layer, part)  # type: ignore[assignment]
             register_fsdp_forward_method(part, "flat_layer")
@@ -88,8 +89,3 @@ def _precision(mixed: str) -> MixedPrecisionPolicy:
     if mixed == "no":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def _layer_names(module: nn.Module) -> set[str]:
-    """The classes of the layers that models inside are made of, as transformers names them."""
-    return {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}

@@ -24,7 +24,7 @@ from time import monotonic
 from typing import Any
 
 from rolecall.errors import UserError
-from rolecall.recipes.collect import Collected, OfRows
+from rolecall.recipes.collect import Collected, RowsCollector
 from rolecall.rewards.records import Reward, Sample, Scored
 from rolecall.rollout.pinned import Pinned, Published, Stopped
 from rolecall.train.data import RowOrder
@@ -98,7 +98,7 @@ class InOrder(Reward):
 class Lane:
     """What samples every n-th step, if there are n lanes."""
 
-    collector: OfRows
+    collector: RowsCollector
     engine: Pinned
     """What the collector samples with."""
     timer: Timer

@@ -19,9 +19,8 @@ from rolecall.experience.batches import collate
 from rolecall.files import DiskError
 from rolecall.maths.roles import TrainRule
 from rolecall.policy.load import LoadedModel
-from rolecall.recipes.ask import Answered, Asker, unscored
-from rolecall.recipes.collect import run_state
-from rolecall.recipes.experience import or_nan
+from rolecall.recipes.collect import Answered, Asker, run_state, unscored
+from rolecall.recipes.experience import nan_for_none
 from rolecall.recipes.records import KEPT_EVERY, as_json, write_answers
 from rolecall.recipes.rl import engine_weights
 from rolecall.recipes.sft import nll
@@ -122,7 +121,7 @@ class ExpertIterationLearner:
             results.append(self.updater.step(batch, nll, temperature=1.0, place=(found.step, i)))
             if results[-1].skipped:
                 names = [f"group {group}" for group in batch.groups.tolist()]
-                self.updater.say_skipped(found.step + 1, results[-1], names)
+                self.updater.log_skipped(found.step + 1, results[-1], names)
             self._meter.mean("entropy", results[-1].outputs.entropy, trained(batch))
         self.asker.engine.load(engine_weights(self.policy), self.asker.engine.version + 1)
         count = max(1, len(results))
@@ -158,11 +157,11 @@ class ExpertIterationLearner:
     def _measure_round(self, found: Round) -> None:
         meter, kept = self._meter, set(found.kept)
         scored = [s for group in found.groups for s in group.scored]
-        scores = or_nan([s.total for s in scored])
+        scores = nan_for_none([s.total for s in scored])
         lengths = torch.tensor([float(len(c.ids)) for group in found.groups for c in group.completions])
         meter.mean("reward", scores, ~scores.isnan())
         for name in found.groups[0].scored[0].scores:
-            part = or_nan([s.scores.get(name) for s in scored])
+            part = nan_for_none([s.scores.get(name) for s in scored])
             meter.mean(f"rewards/{name}/mean", part, ~part.isnan())
         meter.mean("rewards/failed", scores.isnan().float())
         meter.total("kept/answers", float(len(kept)))

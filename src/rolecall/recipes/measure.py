@@ -13,7 +13,7 @@ from rolecall.maths.losses import ratio
 from rolecall.maths.roles import Role, TrainRule, Verdict
 from rolecall.recipes.algorithms import clipped, required
 from rolecall.recipes.collect import Resampled
-from rolecall.recipes.experience import MiniStep, Rollout, or_nan
+from rolecall.recipes.experience import MiniStep, Rollout, nan_for_none
 from rolecall.train.metrics import Meter
 from rolecall.train.step import trained
 from rolecall.types import Finish
@@ -33,7 +33,7 @@ def measure_rollout(meter: Meter, rollout: Rollout, *, rule: TrainRule) -> None:
     meter.mean("reward", scores, include)
     meter.mean("reward_squared", scores.square(), include)
     for name in scored[0].scores:
-        part = or_nan([s.scores.get(name) for s in scored])
+        part = nan_for_none([s.scores.get(name) for s in scored])
         meter.mean(f"rewards/{name}/mean", part, ~part.isnan())
         meter.mean(f"rewards/{name}/squared", part.square(), ~part.isnan())
     meter.mean("rewards/failed", torch.tensor([float(s.failure is not None) for s in scored]))

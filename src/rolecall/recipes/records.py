@@ -22,8 +22,8 @@ from rolecall.experience.updates import MiniBatch, write_updates
 from rolecall.files import DiskError, plain
 from rolecall.maths.losses import ratio
 from rolecall.maths.roles import TrainRule, Verdict
-from rolecall.recipes.ask import Answered
-from rolecall.recipes.experience import MiniStep, Rollout, or_nan
+from rolecall.recipes.collect import Answered
+from rolecall.recipes.experience import MiniStep, Rollout, nan_for_none
 from rolecall.train.rundir import RunDir
 from rolecall.train.step import trained
 from rolecall.types import Sampling, Trajectory
@@ -246,7 +246,7 @@ def write_answers(
         for i in range(len(group.answers))
     ]
     details = [replace(held, extras=more) for held, more in zip(details, extras, strict=True)]
-    scores = or_nan([held.total for held in details])
+    scores = nan_for_none([held.total for held in details])
     write_rollouts(path, trajectories, replace(collate(trajectories), scores=scores), details=details, **file)
 
 

@@ -40,7 +40,7 @@ class SFTLearner(RowsLearner):
         """One optimiser step."""
         result = self.updater.step(batch, nll, temperature=1.0, place=(self._step, 0))
         if result.skipped:
-            self.updater.say_skipped(self._step, result, [f"row {row}" for row in batch.groups.tolist()])
+            self.updater.log_skipped(self._step, result, [f"row {row}" for row in batch.groups.tolist()])
         meter, mask = Meter(), trained(batch)
         meter.mean("entropy", result.outputs.entropy, mask)
         meter.total("num_tokens", mask.sum())

@@ -104,15 +104,17 @@ def _pair(a: RunFiles, b: RunFiles) -> PairDifference:
 def _cause(settings: Sequence[Changed], versions: Sequence[Changed]) -> str:
     names = [changed.name for changed in settings]
     made = [changed.name for changed in versions]
-    if len(names) == 1 and not made:
-        return f"{names[0]} is the only setting that differs, and versions and threads are the same"
-    if not names and len(made) == 1:
-        return f"all settings are the same; {made[0]} differs"
     if not names and not made:
         return (
             "all settings, versions and threads are the same: look for what is not a setting (a file, a reward's code)"
         )
-    return f"{len(names)} settings and {len(made)} versions or facts of the machine differ"
+    if len(names) == 1 and not made:
+        return f"{names[0]} is the only setting that differs, and versions and threads are the same"
+    if not made:
+        return f"{len(names)} settings differ, and versions and threads are the same"
+    if not names:
+        return f"all settings are the same; {', '.join(made)} {'differs' if len(made) == 1 else 'differ'}"
+    return f"{len(names)} setting{'s' * (len(names) > 1)} and {', '.join(made)} differ"
 
 
 def _changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Changed]:
