@@ -11,7 +11,8 @@ from rolecall.experience.store import read_rollouts
 
 REWARD = """
 def letters(completions, **columns):
-    return [len(set(text)) / 6 + text.count("1") for text in completions]
+    texts = [said if isinstance(said, str) else said[0]["content"] for said in completions]
+    return [len(set(text)) / 6 + text.count("1") for text in texts]
 """
 RL = ["rl", "--preset", "grpo", "--rows", "sorting:length=2", "--prompts", "4", "--samples", "4", "--steps", "4"]
 RL += ["--reward", "rewards.py:letters", "--sampling.max_new_tokens", "6", "--optim.lr", "3e-4", "--async.ahead", "1"]
@@ -65,7 +66,17 @@ def test_two_processes_sample_ahead_as_one_does_and_resume_to_the_same_bytes(pla
 @pytest.mark.slow
 def test_episodes_that_two_processes_play_ahead_are_those_of_one(place):
     words = ["rl", "--preset", "grpo", "--env", "guessing", "--prompts", "4", "--samples", "2", "--steps", "3"]
-    words += ["--async.ahead", "1", "--sampling.max_new_tokens", "6", "--save.every", "1", "--quiet"]
+    words += [
+        "--reward",
+        "rewards.py:letters",
+        "--async.ahead",
+        "1",
+        "--sampling.max_new_tokens",
+        "6",
+        "--save.every",
+        "1",
+        "--quiet",
+    ]
     processes(1, place, *words, "--out", "alone")
     processes(2, place, *words, "--out", "straight")
     processes(2, place, *words, "--out", "turns", "--steps", "2")
