@@ -1,11 +1,11 @@
 """What sampling ahead of training is worth where sampling waits for something else than this machine's cores.
 
-    python benchmarks/ahead.py [--steps 12] [--kind answers|episodes|environments] [--workers 0]
+    python benchmarks/ahead.py [--steps 12] [--rounds 3] [--kind answers|episodes|environments] [--workers 0]
 
 A GPU, a server or an environment elsewhere costs this machine no work: it is stood for by an engine (`answers`, `episodes`) or
 by environments (`environments`) that wait, so that sampling a step takes as long as the update does, most of it asleep. The
-built-in model, one thread; `--workers` as engine.workers. Prints seconds per step with async.ahead 0, 1 and 2, how many times as
-fast as 0 that is, and of environments what a step's sampling and update took.
+built-in model, one thread; `--workers` as engine.workers. Runs with async.ahead 0, 1 and 2 take turns, and each is compared with
+the 0 of its round: seconds per step and of its parts, and how many times as fast as 0 that is.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,12 @@ ENVIRONMENTS: dict[str, Any] = {
     "prompts": 8, "samples": 4, "sampling.max_new_tokens": 4, "agent.max_turns": 2, "agent.workers": 4,
     "algorithm.epochs": 12,
 }  # fmt: skip
+
+
+KINDS = {"answers": ANSWERS, "episodes": EPISODES, "environments": ENVIRONMENTS}
+
+Play = Callable[[int], dict[str, float]]
+"""Steps ahead -> median seconds of a step and of its parts."""
 
 
 def letters(completions: list[Any], **_: Any) -> list[float]:
@@ -95,8 +102,8 @@ def timed(*, steps: int, **how: Any) -> dict[str, float]:
     }
 
 
-def measure(kind: dict[str, Any], *, seconds: float, ahead: int, steps: int) -> tuple[float, float, float]:
-    """Median seconds of a step, and of its update and scoring; and calls of the engine per step."""
+def measure(kind: dict[str, Any], *, seconds: float, ahead: int, steps: int) -> tuple[dict[str, float], float]:
+    """Median seconds of a step and of its parts, by an engine that waits; and calls of the engine per step."""
     real, made = models.sampler, []
 
     def elsewhere(*args: Any, **how: Any) -> Elsewhere:
@@ -108,55 +115,57 @@ def measure(kind: dict[str, Any], *, seconds: float, ahead: int, steps: int) -> 
         found = timed(reward=letters, ahead=ahead, steps=steps, **kind)
     finally:
         models.sampler = real
-    return found["step_time"], found["update"] + found["score"], made[0].calls / steps
+    return found, made[0].calls / steps
 
 
-def environments(*, steps: int, workers: int) -> None:
+def waiting_engine(kind: dict[str, Any], *, steps: int) -> tuple[str, Play]:
+    """An engine that waits as long as the update takes: what was found out, and what plays a run so many steps ahead."""
+    found, calls = measure(kind, seconds=0.0, ahead=0, steps=steps)
+    update = found["update"] + found["score"]
+    play = lambda ahead: measure(kind, seconds=update / calls, ahead=ahead, steps=steps)[0]
+    return f"the update takes {update:.3f} s; so does the engine", play
+
+
+def waiting_environments(kind: dict[str, Any], *, steps: int) -> tuple[str, Play]:
     """Environments that wait: how long is chosen so that sampling a step takes as long as its update."""
 
     def play(seconds: float, ahead: int, steps: int) -> dict[str, float]:
         def make() -> Waiting:
             return Waiting(seconds)
 
-        return timed(env=make, ahead=ahead, steps=steps, **ENVIRONMENTS, **{"engine.workers": workers})
+        return timed(env=make, ahead=ahead, steps=steps, **kind)
 
-    found = play(0.0, 0, 6)
-    calls = ENVIRONMENTS["prompts"] * ENVIRONMENTS["samples"] * 2 / ENVIRONMENTS["agent.workers"]
+    found = play(0.0, 0, 8)
+    calls = kind["prompts"] * kind["samples"] * 2 / kind["agent.workers"]
     wait = max(0.0, found["update"] + found["score"] - found["generate"]) / calls
     busy = found["generate"] / (found["update"] + found["score"])
-    print(
-        f"environments: an environment thinks for {wait:.3f} s; without, sampling takes {busy:.2f} of the update",
-        flush=True,
-    )
-    base = None
-    for ahead in (0, 1, 2):
-        found = play(wait, ahead, steps)
-        base = base or found["step_time"]
-        parts = ", ".join(f"{name} {found[name]:.3f}" for name in ("generate", "score", "update"))
-        print(
-            f"async.ahead {ahead}: {found['step_time']:.3f} s per step ({parts}), {base / found['step_time']:.2f} x",
-            flush=True,
-        )
+    said = f"an environment thinks for {wait:.3f} s; without, sampling takes {busy:.2f} of the update"
+    return said, lambda ahead: play(wait, ahead, steps)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--kind", choices=["answers", "episodes", "environments"], default="answers")
+    parser.add_argument("--kind", choices=list(KINDS), default="answers")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    if chosen.kind == "environments":
-        environments(steps=chosen.steps, workers=chosen.workers)
-        return
-    kind = (ANSWERS if chosen.kind == "answers" else EPISODES) | {"engine.workers": chosen.workers}
-    _, update, calls = measure(kind, seconds=0.0, ahead=0, steps=chosen.steps)
-    print(f"{chosen.kind}: the update takes {update:.3f} s; so does the engine")
-    base = None
-    for ahead in (0, 1, 2):
-        step, _, _ = measure(kind, seconds=update / calls, ahead=ahead, steps=chosen.steps)
-        base = base or step
-        print(f"async.ahead {ahead}: {step:.3f} s per step, {base / step:.2f} x")
+    kind = KINDS[chosen.kind] | {"engine.workers": chosen.workers}
+    prepare = waiting_environments if chosen.kind == "environments" else waiting_engine
+    said, play = prepare(kind, steps=chosen.steps)
+    print(f"{chosen.kind}: {said}", flush=True)
+    took: dict[int, list[dict[str, float]]] = {0: [], 1: [], 2: []}
+    for number in range(chosen.rounds):
+        for ahead, found in took.items():
+            found.append(play(ahead))
+            parts = ", ".join(f"{name} {found[-1][name]:.3f}" for name in ("generate", "score", "update"))
+            ratio = took[0][number]["step_time"] / found[-1]["step_time"]
+            print(f"async.ahead {ahead}: {found[-1]['step_time']:.3f} s per step ({parts}), {ratio:.2f} x", flush=True)
+    for ahead in (1, 2):
+        ratios = sorted(a["step_time"] / b["step_time"] for a, b in zip(took[0], took[ahead], strict=True))
+        middle = statistics.median(ratios)
+        print(f"async.ahead {ahead}: {middle:.2f} x, the middle of {len(ratios)} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """What a pool of workers costs beside the work itself: local processes, and actors of Ray.
 
-    python benchmarks/pool.py [--prompts 8] [--samples 8] [--tokens 64] [--steps 2] [--tiny]
+    python benchmarks/pool.py [--prompts 8] [--samples 8] [--tokens 64] [--steps 5] [--tiny]
 
-A step of SmolLM2-135M: weights are published, every prompt is answered, and one update trains on the answers. Seconds are those of processors,
-of this process and all it has started (with Ray, its own processes too), so that a busy machine does not change them. The same step is made
-with an engine in this process, which answers each prompt by itself as a worker does; whatever a pool takes more is its overhead. One
-thread each.
+A step of SmolLM2-135M: weights are published, every prompt is answered, and one update trains on the answers. The same step is made
+with an engine in this process, which answers each prompt by itself as a worker does; whatever a pool takes more is its overhead. They take
+turns, so that a machine that changes its speed changes it for all; what is printed is the middle of all turns. Seconds are those of
+processors, of this process and all it has started (Ray's own processes are counted for the whole step), and those of the clock. One thread each.
 """
 
 import argparse
@@ -13,6 +13,8 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from rolecall.rollout.open import open_engine
 from rolecall.rollout.pool import EnginePool
 from rolecall.types import Completion, Request, Sampling
 
+HERE, RAY = "engine in this process", "pool, one Ray actor"
 HOW: dict[str, Any] = {"name": "native", "dtype": None, "max_rows": 256}
 
 
@@ -63,7 +66,7 @@ def update(loaded: LoadedModel, answers: list[Completion], asked: list[Request])
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name, default in (("prompts", 8), ("samples", 8), ("tokens", 64), ("steps", 2)):
+    for name, default in (("prompts", 8), ("samples", 8), ("tokens", 64), ("steps", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--tiny", action="store_true", help="the built-in model, to try the script")
     given = parser.parse_args()
@@ -82,38 +85,49 @@ def main() -> None:
     ]
     options = EngineOptions(workers=1)
     made = {
-        "engine in this process": lambda: open_engine(loaded, **HOW),
+        HERE: lambda: open_engine(loaded, **HOW),
         "pool, one process": lambda: EnginePool(loaded, options, how=HOW, reads={}),
-        "pool, one Ray actor": lambda: ray_pool(loaded),
+        RAY: lambda: ray_pool(loaded),
     }
-    alone = trained = 0.0
-    for name, make in made.items():
-        engine = make()
-        answers = step(engine, loaded, asked, 1, one_by_one=not alone)  # the first one warms up
-        if not trained:
-            update(loaded, answers[:8], asked)
-            before = spent()
-            update(loaded, answers, asked)
-            trained = spent() - before
-        found, walls = [], []
-        for version in range(2, 2 + given.steps):
-            before, begun = spent(), time.monotonic()
-            step(engine, loaded, asked, version, one_by_one=not alone)
-            found.append(spent() - before)
-            walls.append(time.monotonic() - begun)
-        seconds = statistics.median(found)
-        alone = alone or seconds
-        more = (
-            ""
-            if seconds == alone
-            else f": {seconds - alone:+.2f} s, {100 * (seconds - alone) / (alone + trained):+.1f} % of a step"
-        )
+    engines = {name: make() for name, make in made.items()}
+    answers = [step(engine, loaded, asked, 1, one_by_one=name == HERE) for name, engine in engines.items()]  # warms up
+    if any(found != answers[0] for found in answers):
+        raise SystemExit("they do not answer alike")
+    update(loaded, answers[0][:8], asked)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in [*engines, "update"]}
+    idle = measured(lambda: time.sleep(5.0))[0] / 5.0
+    for version in range(2, 2 + given.steps):
+        for name, engine in engines.items():
+            found[name].append(measured(partial(step, engine, loaded, asked, version, one_by_one=name == HERE)))
+        found["update"].append(measured(partial(update, loaded, answers[0], asked)))
+    whole = [sum(pair) for pair in zip(*(middle(found[name]) for name in (HERE, "update")), strict=True)]
+    print(
+        f"a step with an {HERE}: {whole[0]:.2f} s of processors, {whole[1]:.2f} s by the clock; Ray's own processes take {idle:.1%} of a processor"
+    )
+    for name, engine in engines.items():
+        more = [(a[0] - b[0], a[1] - b[1]) for a, b in zip(found[name], found[HERE], strict=True)]
+        shares = [100 * seconds / all_of_it for seconds, all_of_it in zip(middle(more), whole, strict=True)]
+        seconds = middle(found[name])
+        if name == RAY:  # its processes work whoever's turn it is: they are counted for the whole step
+            shares[0] += 100 * idle * whole[1] / whole[0]
         print(
-            f"{name}: {seconds:.2f} s of processors to publish and sample ({statistics.median(walls):.2f} s by the clock), "
-            f"{trained:.2f} s to update{more}",
+            f"{name}: {seconds[0]:.2f} s of processors to publish and sample, {seconds[1]:.2f} s by the clock: {shares[0]:+.1f} % and "
+            f"{shares[1]:+.1f} % of a step",
             flush=True,
         )
         getattr(engine, "close", lambda: None)()
+
+
+def measured(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of processors, and by the clock."""
+    before, begun = spent(), time.monotonic()
+    work()
+    return spent() - before, time.monotonic() - begun
+
+
+def middle(pairs: list[tuple[float, float]]) -> tuple[float, float]:
+    """The median of each of the two."""
+    return statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
 
 
 def ray_pool(loaded: LoadedModel) -> Engine:

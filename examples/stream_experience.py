@@ -1,4 +1,5 @@
-"""Read the rollouts of a run elsewhere, row by row, without rolecall: by Hugging Face datasets, and by Ray Data if it is installed.
+"""Read the rollouts of a run elsewhere, row by row, without rolecall: by Hugging Face datasets, and by Ray Data if it is installed
+(pip install 'rolecall[ray,store]').
 
 A run copies its rollouts to any address that fsspec knows. Here that is a folder; with a bucket it is s3://bucket/name.
 """
@@ -6,6 +7,7 @@ A run copies its rollouts to any address that fsspec knows. Here that is a folde
 import importlib.util
 import os
 import tempfile
+from statistics import fmean
 
 import fsspec
 from datasets import load_dataset
@@ -32,9 +34,17 @@ if __name__ == "__main__":
     best = max(rows, key=lambda row: row["score"])
     print(f"{len(files)} files; best answer, step {best['step']}: {best['answer_text']!r} scored {best['score']}")
 
+    scores: dict[int, list[float]] = {}
+    for row in rows:
+        scores.setdefault(row["step"], []).append(row["score"])
+    print("mean score by step, from datasets:", {step: round(fmean(scores[step]), 3) for step in sorted(scores)})
+
     if importlib.util.find_spec("ray") and "STEPS" not in os.environ:
         import ray
 
-        found = ray.data.read_parquet(files, columns=["step", "score"]).groupby("step").mean("score").take_all()
-        print("mean score by step, from Ray Data:", {row["step"]: round(row["mean(score)"], 3) for row in found})
+        ray.init(num_cpus=2, include_dashboard=False)
+        read = ray.data.read_parquet(files).select_columns(["step", "score"])
+        found = read.groupby("step").mean("score").take_all()
+        means = {row["step"]: round(row["mean(score)"], 3) for row in sorted(found, key=lambda row: row["step"])}
+        print("mean score by step, from Ray Data:", means)
         ray.shutdown()

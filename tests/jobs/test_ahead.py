@@ -177,10 +177,14 @@ def test_bytes_of_steps_sampled_at_once_do_not_depend_on_delays(finished, tmp_pa
     [("grpo", {"policy.lora_rank": 4, "algorithm.reference_every": None}), ("agents", {}), ("replay", {}), ("ppo", {})],
 )
 def test_steps_sampled_at_once_equal_those_of_one_engine(tmp_path, kind, more):
-    """With an adapter, episodes, replay, and evaluations in between."""
-    run(kind, tmp_path / "one", **POOLED | more | {"engine.workers": 1})
+    """With an adapter (also resumed), episodes, replay, and evaluations in between."""
+    run(kind, tmp_path / "one", **POOLED | more | {"engine.workers": 0 if "policy.lora_rank" in more else 1})
     run(kind, tmp_path / "pool", **POOLED | more)
     assert unlike(tmp_path / "one", tmp_path / "pool") == []
+    if "policy.lora_rank" in more:
+        run(kind, tmp_path / "cut", **POOLED | more | {"steps": 3})
+        run(kind, tmp_path / "cut", **POOLED | more | {"resume": True})
+        assert lines(tmp_path / "cut") == lines(tmp_path / "pool")
 
 
 def test_steps_can_be_added_but_no_step_can_be_sampled_by_weights_that_are_gone(finished, tmp_path):
@@ -229,6 +233,8 @@ def test_what_cannot_be_sampled_ahead_is_refused(tmp_path):
 
     with pytest.raises(UserError, match="agree on further prompts, which they cannot while they train"):
         made(2, rl._Asked(reward=Slow()), **{"algorithm.resample": 2})
+    with pytest.raises(UserError, match="lessons are learned from the episodes of all processes"):
+        made(2, rl._Asked(reward=Slow()), **{"lessons.share": 0.5})
 
 
 def test_the_correction_is_chosen_and_said(tmp_path):

@@ -4,14 +4,15 @@ import json
 
 import pytest
 import torch
-from forked_ranks import ended, processes, started
+from forked_ranks import processes
 from safetensors.torch import load_file
 
 from rolecall.experience.store import read_rollouts
 
 REWARD = """
 def letters(completions, **columns):
-    return [len(set(text)) / 6 + text.count("1") for text in completions]
+    texts = [said if isinstance(said, str) else said[0]["content"] for said in completions]
+    return [len(set(text)) / 6 + text.count("1") for text in texts]
 """
 RL = ["rl", "--preset", "grpo", "--rows", "sorting:length=2", "--prompts", "4", "--samples", "4", "--steps", "4"]
 RL += ["--reward", "rewards.py:letters", "--sampling.max_new_tokens", "6", "--optim.lr", "3e-4", "--async.ahead", "1"]
@@ -62,24 +63,26 @@ def test_two_processes_sample_ahead_as_one_does_and_resume_to_the_same_bytes(pla
         assert one == pytest.approx(other, rel=2e-3, abs=2e-5)
 
 
-def test_episodes_that_several_processes_count_together_are_not_sampled_ahead(place, capfd):
-    words = [
-        "rl",
-        "--preset",
-        "grpo",
-        "--env",
-        "guessing",
-        "--prompts",
-        "4",
-        "--samples",
-        "2",
-        "--steps",
+@pytest.mark.slow
+def test_episodes_that_two_processes_play_ahead_are_those_of_one(place):
+    words = ["rl", "--preset", "grpo", "--env", "guessing", "--prompts", "4", "--samples", "2", "--steps", "3"]
+    words += [
+        "--reward",
+        "rewards.py:letters",
+        "--async.ahead",
+        "1",
+        "--sampling.max_new_tokens",
+        "6",
+        "--save.every",
         "1",
         "--quiet",
     ]
-    words += ["--reward", "rewards.py:letters", "--async.ahead", "1", "--out", "run"]
-    assert ended(started(2, place, *words)) == [2, 2]
-    told = capfd.readouterr().err
-    assert "episodes are counted over all processes of a job, which cannot meet while they train" in told
-    assert "Traceback" not in told
-    assert not (place / "run").exists()
+    processes(1, place, *words, "--out", "alone")
+    processes(2, place, *words, "--out", "straight")
+    processes(2, place, *words, "--out", "turns", "--steps", "2")
+    processes(2, place, "rl", "--resume", "--out", "turns", "--steps", "3", "--quiet")
+    assert bytes_of(place / "turns") == bytes_of(place / "straight")
+    for one, other in zip(metrics_of(place / "straight"), metrics_of(place / "alone"), strict=True):
+        assert {"agents/turns", "async/staleness"} <= one.keys()
+        counted = {name for name in other if name.startswith("agents/")}
+        assert {name: one[name] for name in counted} == {name: other[name] for name in counted}

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,14 @@ import torch
 from rolecall.config.parts import EngineOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import load
+from rolecall.policy.lora import add_adapter, merged
+from rolecall.recipes.rl import engine_weights
+from rolecall.remote.adapter import adapter_alone, base_weights
 from rolecall.rollout.engine import weights_hash
 from rolecall.rollout.open import open_engine
 from rolecall.rollout.pool import EnginePool
+from rolecall.rollout.published import Adapter
+from rolecall.serving.inside_vllm.rolecall_weights import merged as merge_adapter
 from rolecall.types import Request, Sampling
 
 HOW = {"name": "native", "dtype": None, "max_rows": 256}
@@ -38,13 +44,13 @@ def alone(engine, asked):
     return [c for request in asked for c in engine.generate([request])]
 
 
-def pool_of(tiny, *, module="rolecall.rollout.worker", measured=None, **options):
+def pool_of(tiny, *, module="rolecall.rollout.worker", measured=None, adapter=None, **options):
     def add(name, value):
         if measured is not None:
             measured[name] = measured.get(name, 0.0) + value
 
     settings = EngineOptions(**{"workers": 2, "worker_silence": 8.0} | options)
-    return EnginePool(tiny, settings, how=HOW, reads={}, add=add, module=module)
+    return EnginePool(tiny, settings, how=HOW, reads={}, add=add, adapter=adapter, module=module)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +109,59 @@ def test_what_a_killed_or_stopped_worker_was_asked_is_answered_by_another(tiny, 
     assert found == alone(engine, asked)
     assert measured["workers/lost"] > lost
     assert "workers/differing" not in measured
+
+
+@pytest.fixture
+def trained():
+    """The built-in model with an adapter that has been trained."""
+    loaded = add_adapter(load("tiny"), rank=4, seed=3)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, p in loaded.model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.1)
+    return loaded
+
+
+def adapter_of(loaded, merge=merge_adapter):
+    return Adapter(base=base_weights(loaded), now=partial(adapter_alone, loaded), merge=merge)
+
+
+def test_of_an_adapter_only_its_tensors_are_published_and_answers_are_those_of_merged_weights(trained):
+    engine = open_engine(merged(trained), **HOW)
+    first, later = engine_weights(trained), None
+    with pool_of(merged(trained), adapter=adapter_of(trained), workers=1) as pool:
+        ahead = pool.side()
+        ahead.expect(1, None)
+        with torch.no_grad():
+            next(p for name, p in trained.model.named_parameters() if "lora_B" in name).mul_(2.0)
+        later = engine_weights(trained)
+        pool.load(later, 2)
+        ahead.load(first, 1)  # the trainer has gone on: it is the adapter of then that is published
+        for held, weights, version in ((ahead, first, 1), (pool.side(), later, 2)):
+            held.load(weights, version)
+            engine.load(weights, version)
+            assert held.hash() == engine.hash()
+            assert held.generate(requests(2)) == alone(engine, requests(2))
+        sizes = {path.name: path.stat().st_size for path in pool._directory.glob("*.safetensors")}
+    assert sizes.keys() == {"base.safetensors", "a000001.safetensors", "a000002.safetensors"}
+    assert sizes["a000001.safetensors"] < sizes["base.safetensors"] / 3
+
+
+def test_workers_that_merge_to_other_bits_get_whole_weights(trained, monkeypatch, caplog):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    import pool_workers
+
+    monkeypatch.setenv("POOL_TRAINER", str(os.getpid()))
+    engine, measured = open_engine(merged(trained), **HOW), {}
+    adapter = adapter_of(trained, merge=pool_workers.merge_otherwise)
+    with pool_of(merged(trained), adapter=adapter, measured=measured, workers=2) as pool:
+        assert pool.generate(requests(3)) == alone(engine, requests(3))
+        pool.load(engine_weights(trained), 1)
+        engine.load(engine_weights(trained), 1)
+        assert pool.generate(requests(3)) == alone(engine, requests(3))
+    assert caplog.text.count("workers get whole weights") == 1
+    assert 1 <= measured["workers/lost"] <= 2
 
 
 def test_prompts_that_no_engine_takes_are_refused_before_they_are_sent(pool):

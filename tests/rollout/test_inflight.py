@@ -68,7 +68,7 @@ def test_a_worker_follows_the_newest_weights_that_are_published(tmp_path):
     def publish(version):
         path = tmp_path / f"{version}.safetensors"
         save_file(versions[version], path)
-        named = [str(path), version, weights_hash(versions[version], torch.float32)]
+        named = [[str(path)], version, weights_hash(versions[version], torch.float32)]
         newest.write_text(json.dumps(named))
         return named
 
@@ -84,7 +84,7 @@ def test_a_worker_follows_the_newest_weights_that_are_published(tmp_path):
     assert len(found) == 2 * len(LENGTHS)
     drawn = [check_spans(c, requests[c.prompt], versions, sampler.engine) for c in found]
     assert [1, 2] in drawn
-    newest.write_text(json.dumps([str(tmp_path / "gone.safetensors"), 3, ""]))  # removed before it was read
+    newest.write_text(json.dumps([[str(tmp_path / "gone.safetensors")], 3, ""]))  # removed before it was read
     assert {c.policy_version for c in sampler.stream(unit)} == {1}
 
 

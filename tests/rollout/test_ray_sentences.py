@@ -70,7 +70,7 @@ def test_a_full_or_slow_object_store_is_one_sentence_within_seconds(put, sentenc
     pool._ray = SimpleNamespace(put=put, exceptions=SimpleNamespace(ObjectStoreFullError=Full, OutOfDiskError=Full))
     begun = time.monotonic()
     with pytest.raises(UserError, match=sentence) as raised:
-        pool._put({"model.safetensors": b"0" * 3_000_000})
+        pool._put({"model.safetensors": b"0" * 3_000_000}, size=3_000_000)
     assert raised.value.exit_code == 75
     assert time.monotonic() - begun < 30
 

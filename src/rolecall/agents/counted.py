@@ -43,12 +43,12 @@ def result_of(side: Side, **more: Any) -> Result:
     return Result(total=side.scored.total, tokens=tokens, samples=len(side.trajectories), **more)
 
 
-def ended_everywhere(episodes: Sequence[Played], sides: Sequence[tuple[Side, Result]], ranks: Ranks) -> list[Ended]:
-    """What is counted of the episodes of all ranks, in the order of one process."""
+def ended_here(episodes: Sequence[Played], sides: Sequence[tuple[Side, Result]]) -> list[Ended]:
+    """What is counted of the episodes of this rank."""
     of: dict[int, dict[str, Result]] = {id(episode): {} for episode in episodes}
     for side, result in sides:
         of[id(side.episode)][side.player] = result
-    own = [
+    return [
         Ended(
             row=episode.wanted.prompt,
             sample=episode.wanted.sample,
@@ -58,6 +58,10 @@ def ended_everywhere(episodes: Sequence[Played], sides: Sequence[tuple[Side, Res
         )
         for episode in episodes
     ]
+
+
+def ended_everywhere(own: list[Ended], ranks: Ranks) -> list[Ended]:
+    """What is counted of the episodes of all ranks, in the order of one process: all ranks ask."""
     return sorted(ranks.gather(own), key=lambda episode: (episode.row, episode.sample))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rolecall.agents.conversation import Dialect
-from rolecall.agents.counted import Ended, ended_everywhere, measured, result_of
+from rolecall.agents.counted import Ended, ended_everywhere, ended_here, measured, result_of
 from rolecall.agents.guided import Lessons
 from rolecall.agents.judging import Judge, with_turns
 from rolecall.agents.play import Player
@@ -191,7 +191,8 @@ class Episodes(RowsCollector):
         """`judge` is asked about turns of which no reward function says something."""
         super().__init__(options, rows, ranks=ranks)
         self.arena, self.lessons, self.judge = arena, lessons, judge
-        self._metrics: dict[str, float] = {}
+        self._ended: list[Ended] = []
+        self._learned: dict[str, float] = {}
 
     def collect(self, step: int) -> Collected:
         """Play the next rows and score what came of it."""
@@ -210,13 +211,11 @@ class Episodes(RowsCollector):
             raise UserError(
                 f"all {len(episodes)} episodes of step {step + 1} were broken off before the first turn: {why}"
             )
-        ended = ended_everywhere(episodes, [(side, result_of(side)) for side in sides], self.ranks)
-        self._metrics = measured(ended, self.arena.players)
+        self._ended = ended_here(episodes, [(side, result_of(side)) for side in sides])
         lines: list[dict[str, Any]] = []
         if self.lessons is not None:
             with self.arena.timer.phase("lessons"):
-                lines, more = self.lessons.learn(step, sides)
-            self._metrics |= more
+                lines, self._learned = self.lessons.learn(step, sides)
         texts = [self.arena.texts(side) for side in sides]
         flat = [(t, side, *text) for side, text in zip(sides, texts, strict=True) for t in side.trajectories]
         return Collected(
@@ -231,8 +230,13 @@ class Episodes(RowsCollector):
         )
 
     def take_metrics(self) -> dict[str, float]:
-        """What is known of the last step's episodes beside their scores."""
-        return self._metrics
+        """What is known of the last step's episodes beside their scores: all ranks ask."""
+        return self.metrics_later()()
+
+    def metrics_later(self) -> Callable[[], dict[str, float]]:
+        """The same, for when all ranks can meet."""
+        ended, learned = self._ended, self._learned
+        return lambda: measured(ended_everywhere(ended, self.ranks), self.arena.players) | learned
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the rows, and the lessons."""
@@ -310,7 +314,7 @@ class EpisodeEvaluator(HeldOut):
             trajectories = [t for side in sides for t in side.trajectories]
             each = iter(kl_to(self.reference, trajectories, temperature=self.sampling.scoring_temperature).tolist())
             results = [result_of(side, kl=[next(each) for _ in side.trajectories]) for side in sides]
-        return ended_everywhere(episodes, list(zip(sides, results, strict=True)), self.ranks)
+        return ended_everywhere(ended_here(episodes, list(zip(sides, results, strict=True))), self.ranks)
 
 
 def _nothing() -> None:

@@ -38,12 +38,16 @@ from rolecall.policy.lora import (
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.quantize import quantized
 from rolecall.policy.sharded import in_parts
+from rolecall.remote.adapter import adapter_alone, base_weights, can_be_merged
 from rolecall.remote.probe import scored
+from rolecall.remote.rehearsal import disturbed
 from rolecall.rewards.model import RewardModelReward
 from rolecall.rollout.engine import Engine
 from rolecall.rollout.open import open_engine
 from rolecall.rollout.pool import EnginePool
+from rolecall.rollout.published import Adapter
 from rolecall.rollout.units import UnitPool
+from rolecall.serving.inside_vllm.rolecall_weights import merged as merge_adapter
 from rolecall.train import checkpoint
 from rolecall.train.manifest import DamagedCheckpointError, check_model
 from rolecall.train.step import Updater
@@ -165,8 +169,20 @@ def sampler(policy: LoadedModel, options: Any, *, timer: Timer | None = None, up
         from rolecall.rollout.ray_pool import RayPool  # and Ray, which nothing else needs
 
         pool = RayPool
-    made: Engine = pool(plain, o, how=how, reads=reads, add=(timer or Timer()).add)
+    made: Engine = pool(plain, o, how=how, reads=reads, add=(timer or Timer()).add, adapter=_adapter(policy))
     return made
+
+
+def _adapter(policy: LoadedModel) -> Adapter | None:
+    """The policy's adapter for workers that keep its base; None if there is none, or they could not merge it."""
+    if not has_adapter(policy) or in_parts(policy.model):
+        return None
+    trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+    with disturbed(trained):
+        if not can_be_merged(policy):
+            _log.info("the adapter cannot be published alone: workers get whole weights, with it merged in")
+            return None
+    return Adapter(base=base_weights(policy), now=partial(adapter_alone, policy), merge=merge_adapter)
 
 
 def samplers(

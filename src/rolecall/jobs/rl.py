@@ -228,10 +228,10 @@ def _ahead(
             "algorithm.resample lets the processes of a job agree on further prompts, which they cannot while they train: "
             "leave out async.ahead, or algorithm.resample"
         )
-    if asked.envs is not None and job.accelerator.num_processes > 1:
+    if options.lessons.on and job.accelerator.num_processes > 1:
         raise UserError(
-            "episodes are counted over all processes of a job, which cannot meet while they train: leave out async.ahead, or "
-            "train in one process"
+            "lessons are learned from the episodes of all processes of a job, which cannot meet while they train: leave out "
+            "async.ahead or lessons.share, or train in one process"
         )
     if line := options.ahead_line:
         _log.info(line)

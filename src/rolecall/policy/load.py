@@ -152,13 +152,16 @@ def save_about(loaded: LoadedModel, directory: str | Path) -> None:
 
 
 def save_model(model: PreTrainedModel, directory: str | Path, weights: dict[str, Any] | None = None) -> None:
-    """Write config and safetensors, with the cache on that training turns off: it is needed to generate."""
+    """Write config and safetensors, with the cache on that training turns off: it is needed to generate. Whichever rank asks
+    writes, which transformers leaves to the first."""
     model.config.use_cache = True
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
     try:
         with no_progress_bars():
             model.save_pretrained(directory, state_dict=weights, max_shard_size=weight_files.FILE_BYTES)
     finally:
         model.config.use_cache = False
+        vars(model).pop("should_save_on_this_rank")
 
 
 def cache_root(cache_dir: str | Path | None = None) -> Path:

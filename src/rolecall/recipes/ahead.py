@@ -16,7 +16,7 @@ that the checkpoint keeps.
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -42,6 +42,8 @@ class _Step:
     position: Mapping[str, Any]
     """The collector's state after it."""
     metrics: Mapping[str, float]
+    later: Callable[[], Mapping[str, float]]
+    """More of them, for which the ranks of a job must meet."""
     seconds: Mapping[str, float]
     hash: str
     """Of the weights that sampled."""
@@ -147,7 +149,7 @@ class Ahead:
         for name, seconds in made.seconds.items():
             self.timer.add(name, seconds)
         self._stand_at(made.position)
-        self._metrics, self._hash, self._next = made.metrics, made.hash, step + 1
+        self._metrics, self._hash, self._next = {**made.metrics, **made.later()}, made.hash, step + 1
         self.published.forget(before=self._oldest(step + 1))
         return made.found
 
@@ -223,9 +225,12 @@ class Ahead:
     def _collect(self, lane: Lane, step: int, fingerprint: str) -> _Step:
         found = lane.collector.collect(step)
         metrics = self.reward.take_metrics()
-        for told in (lane.collector, lane.engine.engine):
-            metrics |= getattr(told, "take_metrics", getattr(told, "metrics", dict))()
-        seconds = lane.timer.take() | self._aside.take()
+        metrics |= getattr(lane.engine.engine, "metrics", dict)()
         return _Step(
-            found=found, position=lane.collector.state_dict(), metrics=metrics, seconds=seconds, hash=fingerprint
+            found=found,
+            position=lane.collector.state_dict(),
+            metrics=metrics,
+            later=getattr(lane.collector, "metrics_later", lambda: dict)(),
+            seconds=lane.timer.take() | self._aside.take(),
+            hash=fingerprint,
         )

@@ -18,7 +18,7 @@ from rolecall.config.parts import EngineOptions
 from rolecall.errors import UserError
 from rolecall.files import write_atomically
 from rolecall.policy.load import LoadedModel, save
-from rolecall.rollout.published import own_directory, write_weights
+from rolecall.rollout.published import Adapter, own_directory, write_held
 from rolecall.rollout.units import CLOSING_S, Asked, Heard, UnitPool
 from rolecall.rollout.worker import Setup
 from rolecall.workers.pool import WorkerPool
@@ -37,10 +37,12 @@ class EnginePool(WorkerPool, UnitPool):
         how: Mapping[str, Any],
         reads: Mapping[str, Any],
         add: Callable[[str, float], None] = lambda name, value: None,
+        adapter: Adapter | None = None,
         module: str = "rolecall.rollout.worker",
     ) -> None:
-        """`how` is for `open_engine` and `reads` for `load`; `add` takes what is measured of the workers, by name."""
-        UnitPool.__init__(self, loaded, options, dtype=how["dtype"] or loaded.model.dtype, add=add)
+        """`how` is for `open_engine` and `reads` for `load`; `add` takes what is measured of the workers, by name. With an
+        `adapter`, workers merge it themselves."""
+        UnitPool.__init__(self, loaded, options, dtype=how["dtype"] or loaded.model.dtype, add=add, adapter=adapter)
         self._holds: dict[int, int] = {}
         """The version that a worker, by its process, was given last."""
         self._directory = own_directory(sum(p.numel() * 4 for p in loaded.model.parameters()))
@@ -52,6 +54,7 @@ class EnginePool(WorkerPool, UnitPool):
             model=str(self._directory / "model"),
             how=reads,
             engine=how,
+            merge=None if adapter is None else adapter.merge,
             threads=options.worker_threads,
             beat=options.worker_silence / 5,
         )
@@ -74,14 +77,16 @@ class EnginePool(WorkerPool, UnitPool):
             self._lock.release()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _publish(self, weights: Mapping[str, Tensor], version: int) -> tuple[str, str]:
-        path = self._directory / f"v{version:06d}.safetensors"
-        fingerprint = write_weights(path, weights, self.dtype)
-        write_atomically(self._newest, json.dumps([str(path), version, fingerprint]).encode())
-        return str(path), fingerprint
+    def _publish(self, name: str, held: Mapping[str, Tensor]) -> str:
+        path = self._directory / f"{name}.safetensors"
+        write_held(path, held)
+        return str(path)
 
-    def _withdraw(self, weights: str) -> None:
-        Path(weights).unlink(missing_ok=True)
+    def _announce(self, weights: list[str], version: int, fingerprint: str) -> None:
+        write_atomically(self._newest, json.dumps([weights, version, fingerprint]).encode())
+
+    def _withdraw(self, weights: list[str]) -> None:
+        Path(weights[-1]).unlink(missing_ok=True)
 
     def _hand_out(self, heard: Heard) -> None:
         for worker in list(self.workers):

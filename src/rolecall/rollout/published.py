@@ -3,7 +3,8 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,9 +12,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rolecall.policy.sharded import whole
-from rolecall.rollout.engine import weights_hash
 
 _PREFIX = "rolecall-"
+
+
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """An adapter that trains over weights that stay: they are published once, and after that the adapter's own tensors."""
+
+    base: Weights
+    """By the names that an engine has for them."""
+    now: Callable[[], Weights]
+    """Copies of the adapter's tensors as they are at this moment."""
+    merge: Callable[[Weights, Weights], Weights]
+    """(base, adapter) -> what an engine loads; of a module that workers can import."""
 
 
 def hold_weights(weights: Mapping[str, Tensor], dtype: torch.dtype | None, *, copy: bool = False) -> dict[str, Tensor]:
@@ -21,15 +36,8 @@ def hold_weights(weights: Mapping[str, Tensor], dtype: torch.dtype | None, *, co
     return {name: whole(w.detach()).to("cpu", dtype or w.dtype, copy=copy).contiguous() for name, w in weights.items()}
 
 
-def write_weights(path: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> str:
-    """Write weights in a dtype, aside and then renamed; their `weights_hash`. Those in parts are gathered: all ranks write."""
-    held = hold_weights(weights, dtype)
-    write_held(path, held)
-    return weights_hash(held, dtype)
-
-
 def write_held(path: Path, held: Mapping[str, Tensor]) -> None:
-    """The same of weights that are held already."""
+    """Write weights aside, then rename the file."""
     aside = path.with_suffix(".tmp")
     save_file(dict(held), aside)
     aside.replace(path)

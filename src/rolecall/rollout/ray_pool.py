@@ -10,6 +10,7 @@ import logging
 import os
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -19,17 +20,14 @@ from time import monotonic
 from typing import Any
 
 import torch
-from safetensors.torch import load as from_bytes
-from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from rolecall.config.parts import EngineOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel, save
-from rolecall.policy.sharded import whole
-from rolecall.rollout.engine import weights_hash
+from rolecall.rollout.published import Adapter
 from rolecall.rollout.units import CLOSING_S, Asked, Heard, UnitPool
-from rolecall.rollout.worker import Sampler, Setup, Unit, pack
+from rolecall.rollout.worker import Sampler, Setup, Unit
 from rolecall.workers.pool import Broken
 from rolecall.workers.ray_cluster import check_resources, connected, in_words
 
@@ -61,8 +59,8 @@ class EngineActor:
         return os.getpid()
 
     def answer(self, unit: Unit) -> list[dict[str, Any]]:
-        """All answers of a unit."""
-        return [pack(completion) for completion in self._sampler.stream(unit)]
+        """All that is said of a unit."""
+        return list(self._sampler.answer(unit))
 
 
 @dataclass(eq=False, slots=True)
@@ -98,18 +96,21 @@ class RayPool(UnitPool):
         how: Mapping[str, Any],
         reads: Mapping[str, Any],
         add: Callable[[str, float], None] = lambda name, value: None,
+        adapter: Adapter | None = None,
     ) -> None:
         """As `EnginePool`. Connects to the cluster that the environment variable RAY_ADDRESS names, or starts one here."""
-        super().__init__(loaded, options, dtype=how["dtype"] or loaded.model.dtype, add=add)
+        super().__init__(loaded, options, dtype=how["dtype"] or loaded.model.dtype, add=add, adapter=adapter)
         self._ray, self._own = connected(cpus=options.workers * options.worker_threads)
         self._places: list[_Place] = []
         try:
             needs = {"CPU": float(options.worker_threads)}
             check_resources(self._ray, options.workers, needs, what="rollout workers", option="engine.workers")
-            setup = Setup(model="", how=reads, engine=how, threads=options.worker_threads, beat=0.0)
+            merge = None if adapter is None else adapter.merge
+            setup = Setup(model="", how=reads, engine=how, merge=merge, threads=options.worker_threads, beat=0.0)
             with tempfile.TemporaryDirectory() as place:
                 save(loaded, Path(place))
-                self._files = self._put({path.name: path.read_bytes() for path in Path(place).iterdir()})
+                files = {path.name: path.read_bytes() for path in Path(place).iterdir()}
+                self._files = self._put(files, size=sum(map(len, files.values())))
             self._actor = self._ray.remote(EngineActor).options(
                 num_cpus=options.worker_threads, max_concurrency=2, max_restarts=0, scheduling_strategy="SPREAD"
             )
@@ -140,14 +141,13 @@ class RayPool(UnitPool):
         """The processes of the workers that are ready, wherever they are."""
         return [self._ray.get(place.actor.beat.remote()) for place in self._places if place.about is None]
 
-    def _publish(self, weights: Mapping[str, Tensor], version: int) -> tuple[Any, str]:
-        held = {name: whole(w.detach()).to("cpu", self.dtype).contiguous() for name, w in weights.items()}
-        return [self._put(to_bytes(held))], weights_hash(
-            held, self.dtype
-        )  # in a list, or Ray would send it with each unit
+    def _publish(self, name: str, held: Mapping[str, Tensor]) -> Any:
+        return self._put(
+            {name: (_bytes_of(w), w.dtype, w.shape) for name, w in held.items()},
+            size=sum(w.nbytes for w in held.values()),
+        )
 
-    def _put(self, content: Mapping[str, bytes] | bytes) -> Any:
-        size = len(content) if isinstance(content, bytes) else sum(map(len, content.values()))
+    def _put(self, content: Any, *, size: int) -> Any:
         seconds = self.options.worker_silence + size / _SLOWEST
         done: Future[Any] = Future()
 
@@ -176,7 +176,7 @@ class RayPool(UnitPool):
         actor = self._actor.remote(self._files, self._setup)
         return _Place(actor=actor, about=actor.about.remote())
 
-    def _withdraw(self, weights: Any) -> None:
+    def _withdraw(self, weights: list[Any]) -> None:
         weights.clear()  # Ray removes what nobody refers to
 
     def _hand_out(self, heard: Heard) -> None:
@@ -222,9 +222,8 @@ class RayPool(UnitPool):
             return
         if place.answers in done:
             job, said = place.job, self._ray.get(place.answers)
-            for answer in said:
-                heard(job, {"answer": answer})
-            heard(job, {"done": True})
+            for message in said:
+                heard(job, message)
             place.job = place.answers = None
         elif late := self._late(place.job):
             self._broke(place, late, heard)
@@ -265,11 +264,19 @@ class RayPool(UnitPool):
                 self._places[i] = self._placed()
 
 
-def _fetched(where: list[Any]) -> dict[str, Tensor]:
-    """The weights that a unit names, on the actor's side."""
+def _bytes_of(weight: Tensor) -> Any:
+    """What Ray copies once into its store, and shares with every process of a machine."""
+    return weight.reshape(-1).view(torch.uint8).numpy()
+
+
+def _fetched(where: Any) -> dict[str, Tensor]:
+    """The weights that a unit names, on the actor's side. They are not to be written to."""
     import ray
 
-    return from_bytes(ray.get(where[0]))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        said = ray.get(where).items()
+        return {name: torch.from_numpy(part).view(dtype).view(shape) for name, (part, dtype, shape) in said}
 
 
 def _versions() -> dict[str, str]:

@@ -22,7 +22,16 @@ from torch import Tensor
 from rolecall.config.parts import EngineOptions
 from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel
-from rolecall.rollout.engine import Engine, Flight, StreamFlight, check_requests, check_weights, in_units
+from rolecall.rollout.engine import (
+    Engine,
+    Flight,
+    StreamFlight,
+    check_requests,
+    check_weights,
+    in_units,
+    weights_hash,
+)
+from rolecall.rollout.published import Adapter, Weights, hold_weights
 from rolecall.rollout.worker import Unit, unpack
 from rolecall.types import Completion, Request
 from rolecall.workers.pool import Broken
@@ -78,8 +87,9 @@ class UnitPool(Engine):
         *,
         dtype: torch.dtype,
         add: Callable[[str, float], None],
+        adapter: Adapter | None = None,
     ) -> None:
-        """`add` takes what is measured of the workers, by name."""
+        """`add` takes what is measured of the workers, by name. With an `adapter`, workers merge it themselves."""
         model = loaded.model
         self.dtype, self.options, self.version, self._add = dtype, options, 0, add
         self._shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -90,18 +100,26 @@ class UnitPool(Engine):
         """Whoever has it gives units to workers and listens to them, for all who ask."""
         self._loading = threading.Lock()
         self._queue: deque[Asked] = deque()
-        self._published: dict[int, tuple[Any, str]] = {}
+        self._published: dict[int, tuple[list[Any], str]] = {}
+        self._adapter, self._base = adapter, list[Any]()
+        self._expected: dict[int, Weights | None] = {}
+        """Adapters of versions that are loaded later; None where only the whole is known."""
+        self._adapters: dict[int, Weights] = {}
+        """Those that were published."""
         self._sides: list[Side] = []
         self.inflight = False
         """Whether answers that grow go on with the weights of the next `load`."""
 
     @abstractmethod
-    def _publish(self, weights: Mapping[str, Tensor], version: int) -> tuple[Any, str]:
-        """Put weights where workers find them: (`Unit.weights`, `Unit.hash`)."""
+    def _publish(self, name: str, held: Weights) -> Any:
+        """Put weights where workers find them: a part of `Unit.weights`."""
+
+    def _announce(self, weights: list[Any], version: int, fingerprint: str) -> None:
+        """Tell workers that answer with the newest weights which these are."""
 
     @abstractmethod
-    def _withdraw(self, weights: Any) -> None:
-        """Remove weights that were published."""
+    def _withdraw(self, weights: list[Any]) -> None:
+        """Remove weights that were published, but for the base of an adapter."""
 
     @abstractmethod
     def _hand_out(self, heard: Heard) -> None:
@@ -119,12 +137,47 @@ class UnitPool(Engine):
         """Publish new weights; a worker takes them with the next unit it is given that names them."""
         check_weights(weights, self._shapes)
         with self._loading:
-            made = self._publish(weights, version)
+            made = self._put_out(weights, version)
+            self._announce(made[0], version, made[1])
             kept = {self.version} if self.inflight else {side.version for side in self._sides}
             for old in [v for v in self._published if v not in kept and v != version]:
                 self._withdraw(self._published.pop(old)[0])
+                for noted in (self._expected, self._adapters):
+                    noted.pop(old, None)
             self._published[version] = made
             self.version = version
+
+    def expect(self, version: int, weights: Weights | None, adapter: Weights | None = None) -> None:
+        """Keep the adapter of a version that is loaded later; without `weights` it is the one of this moment."""
+        if self._adapter is not None:
+            self._expected[version] = self._adapter.now() if weights is None else adapter or None
+
+    def _put_out(self, weights: Weights, version: int) -> tuple[list[Any], str]:
+        """(`Unit.weights`, `Unit.hash`): the adapter alone if there is one, else the whole."""
+        if self._adapter is not None:
+            own = self._expected[version] if version in self._expected else self._adapter.now()
+            if own is not None:
+                self._adapters[version] = own
+                self._base = self._base or [self._publish("base", hold_weights(self._adapter.base, None))]
+                return [*self._base, self._publish(f"a{version:06d}", own)], weights_hash(weights, self.dtype)
+        held = hold_weights(weights, self.dtype)
+        return [self._publish(f"v{version:06d}", held)], weights_hash(held, self.dtype)
+
+    def _put_out_whole(self, version: int) -> None:
+        """Merge an adapter here from now on, which a worker merged to other bits."""
+        with self._loading:
+            weights, expected = self._published[version]
+            if self._adapter is None or len(weights) == 1:  # another worker has said so before
+                return
+            _log.warning("a worker merges the adapter to other bits than the trainer: workers get whole weights")
+            merged = self._adapter.merge(self._adapter.base, self._adapters[version])
+            self._adapter = None
+            whole, found = self._put_out(merged, version)
+            if found != expected:
+                raise RuntimeError(f"the adapter of version {version} does not give the weights that were loaded")
+            weights[:] = whole  # also in the units that name them
+            if self.version == version:
+                self._announce(weights, version, expected)
 
     def side(self) -> "Side":
         """The pool as an engine with a version of its own. Sides are asked at the same time, and every worker answers all."""
@@ -189,6 +242,8 @@ class UnitPool(Engine):
         by = asked.by
         if isinstance(said, Broken) or "error" in said:
             by.lost += 1
+            if not isinstance(said, Broken) and said.get("whole"):
+                self._put_out_whole(self.version if self.inflight else asked.unit.version)
             self._queue.appendleft(asked)
             self._lose(said.why if isinstance(said, Broken) else said["error"])
         elif "answer" in said:
@@ -260,6 +315,10 @@ class Side(Engine):
         if not self.pool.has(version):
             self.pool.load(weights, version)
         self.version = version
+
+    def expect(self, version: int, weights: Weights | None, adapter: Weights | None = None) -> None:
+        """As the pool's."""
+        self.pool.expect(version, weights, adapter)
 
     def hash(self) -> str:
         """The fingerprint of its version."""

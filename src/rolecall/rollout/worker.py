@@ -3,7 +3,7 @@
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,8 @@ class Setup:
     """Keywords of `load`."""
     engine: Mapping[str, Any]
     """Keywords of `open_engine`."""
+    merge: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
+    """(base, adapter) -> weights, if units name these two."""
     threads: int
     beat: float
     """Seconds between signs of life while it samples."""
@@ -41,8 +43,8 @@ class Unit:
     """Requests that are answered together, and by which weights."""
 
     requests: tuple[Request, ...]
-    weights: Any
-    """Where they are: a safetensors file, or what the `Sampler` reads."""
+    weights: list[Any]
+    """Where they are, as the `Sampler` reads it (a safetensors file): of the whole, or of a base and the adapter to merge into it."""
     version: int
     hash: str
     """`weights_hash` of the weights as the engine must hold them."""
@@ -63,11 +65,14 @@ def open_worker(setup: Setup) -> tuple[dict[str, Any], Answer]:
                 send(message)
 
         with _beating(say, setup.beat):
-            for completion in sampler.stream(unit):
-                say({"answer": pack(completion)})
-        say({"done": True})
+            for message in sampler.answer(unit):
+                say(message)
 
     return {"pid": os.getpid()}, answer
+
+
+class _MergedOtherwise(RuntimeError):
+    """A base and an adapter gave other bits here, as they may on another kind of processor."""
 
 
 class Sampler:
@@ -75,20 +80,38 @@ class Sampler:
 
     def __init__(self, setup: Setup, *, read: Callable[[Any], Mapping[str, Tensor]] = load_file) -> None:
         """`read` gets the weights that a unit names."""
-        self._read = read
+        self._read, self._merge = read, setup.merge
+        self._base: Mapping[str, Tensor] | None = None
         self.engine: Engine = open_engine(load(setup.model, **setup.how), version=-1, **setup.engine)
+
+    def answer(self, unit: Unit) -> Iterator[dict[str, Any]]:
+        """What is said of a unit: each answer, and that it is `done`."""
+        try:
+            yield from ({"answer": pack(completion)} for completion in self.stream(unit))
+            yield {"done": True}
+        except _MergedOtherwise as error:
+            yield {"error": str(error), "whole": True, "done": True}
 
     def stream(self, unit: Unit) -> Iterator[Completion]:
         """The unit's answers as they end, after a check that the weights are those that were published."""
         self._take(unit.weights, unit.version, unit.hash)
         return self.engine.stream(unit.requests) if unit.newest is None else self._following(unit, unit.newest)
 
-    def _take(self, weights: Any, version: int, fingerprint: str) -> None:
+    def _take(self, weights: Sequence[Any], version: int, fingerprint: str) -> None:
         if self.engine.version != version:
-            self.engine.load(self._read(weights), version)
+            self.engine.load(self._found(weights), version)
             if (found := self.engine.hash()) != fingerprint:
                 self.engine.version = -1
-                raise RuntimeError(f"the weights of version {version} arrived changed: {found} for {fingerprint}")
+                why = f"the weights of version {version} arrived changed: {found} for {fingerprint}"
+                raise (_MergedOtherwise if len(weights) > 1 else RuntimeError)(why)
+
+    def _found(self, weights: Sequence[Any]) -> Mapping[str, Tensor]:
+        own = self._read(weights[-1])
+        if len(weights) == 1:
+            return own
+        assert self._merge is not None
+        self._base = self._base or self._read(weights[0])
+        return self._merge(self._base, own)
 
     def _following(self, unit: Unit, newest: str) -> Iterator[Completion]:
         """The unit's answers, by the newest weights at every token."""
