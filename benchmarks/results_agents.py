@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import textworld_games
 import torch
 
 import rolecall
@@ -41,6 +42,10 @@ class Plan:
     """The table's rows: what is measured, and its form."""
     counts: tuple[str, ...] = ()
     """Numbers of training to show, first and last steps."""
+    env: str | None = None
+    """The environment, where the task's name is not that of a built-in one; its rows are files then."""
+    rows_of: Callable[[Path, int], tuple[str, str]] | None = None
+    """Writes these files for a seed into a directory: demonstrations, and rows to train on."""
 
 
 def played(task: str, room: int) -> Callable[[Path], dict[str, float]]:
@@ -55,18 +60,46 @@ def played(task: str, room: int) -> Callable[[Path], dict[str, float]]:
     return measure
 
 
+def coins(run: Path) -> dict[str, float]:
+    """Greedy and sampled episodes of held-out games of TextWorld."""
+    more = {"sampling.max_new_tokens": 12, "agent.max_turns": textworld_games.TURNS}
+    rows = textworld_games.games(held_out=True)
+    found = rolecall.eval(
+        model=str(run), env=textworld_games.ENV, rows=rows, n=len(rows), samples=SAMPLES, **more
+    ).numbers
+    return {"greedy": found["accuracy"], "sampled": found[f"avg@{SAMPLES}"]}
+
+
+def coin_rows(place: Path, seed: int) -> tuple[str, str]:
+    """Demonstrations of a seed, and the games to train on."""
+    demonstrations = place / f"demonstrations-{seed}.jsonl"
+    if not demonstrations.is_file():
+        textworld_games.write(textworld_games.demonstrations(seed), demonstrations)
+    return str(demonstrations), textworld_games.write(textworld_games.games(), place / "games.jsonl")
+
+
 def exact(run: Path) -> dict[str, float]:
     """The strategy's value and what best responses win against it."""
     strategy = strategy_of(str(run / "model"))
     return {"exploitability": exploitability(strategy), "value": game_value(strategy)}
 
 
-COMMON = {"samples": 8, "algorithm": {"epochs": 2, "aggregate": "token-mean"}, "save": {"updates": 0, "rollouts": 0}}
+COMMON = {
+    "samples": 8,
+    "algorithm": {"epochs": 2, "aggregate": "token-mean"},
+    "save": {"updates": 0, "rollouts": 0, "every": 10},
+}
 RIGHT = {"greedy": ".1%", "sampled": ".1%"}
 PLANS = {
     "calculator": Plan(
-        sft={"steps": 900},
-        rl={"steps": 30, "prompts": 16, "sampling": {"max_new_tokens": 24}, "optim": {"lr": 1e-4, "warmup_steps": 3}},
+        sft={"steps": 2500},
+        rl={
+            "steps": 80,
+            "prompts": 8,
+            "sampling": {"max_new_tokens": 24},
+            "optim": {"lr": 3e-4, "warmup_steps": 3, "schedule": "cosine"},
+            "algorithm": {"epochs": 1},
+        },
         measure=played("calculator", 24),
         rows=RIGHT,
         counts=("agents/tool_calls",),
@@ -90,6 +123,20 @@ PLANS = {
         rows={"exploitability": ".3f", "value": "+.3f"},
         counts=("agents/illegal_moves",),
     ),
+    "textworld": Plan(
+        sft={"steps": 200},
+        rl={
+            "steps": 30,
+            "prompts": 8,
+            "sampling": {"max_new_tokens": 12},
+            "agent": {"max_turns": textworld_games.TURNS},
+            "optim": {"lr": 2e-4, "warmup_steps": 3},
+        },
+        measure=coins,
+        rows=RIGHT,
+        env=textworld_games.ENV,
+        rows_of=coin_rows,
+    ),
 }
 
 
@@ -101,12 +148,13 @@ def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def settings_of(task: str) -> dict[str, dict[str, Any]]:
-    """All settings of both runs of a task, by their dotted names."""
+def settings_of(task: str, files: tuple[str, str]) -> dict[str, dict[str, Any]]:
+    """All settings of both runs of a task, by their dotted names. `files` are the rows where the task is not built in."""
     plan = PLANS[task]
+    demonstrations, rows = (task, {}) if plan.env is None else (files[0], {"rows": files[1]})
     return {
-        "sft": {"model": "tiny", "rows": task, **flat(plan.sft), "optim.lr": 2e-3},
-        "rl": {"env": task, **flat(COMMON), **flat(plan.rl)},
+        "sft": {"model": "tiny", "rows": demonstrations, **flat(plan.sft), "optim.lr": 2e-3},
+        "rl": {"env": plan.env or task, **rows, **flat(COMMON), **flat(plan.rl)},
     }
 
 
@@ -128,7 +176,9 @@ def made(
 
 def both(place: Path, task: str, seed: int) -> None:
     """A seed's start and its RL run."""
-    start, end, settings = place / f"{task}-start-{seed}", place / f"{task}-{seed}", settings_of(task)
+    start, end = place / f"{task}-start-{seed}", place / f"{task}-{seed}"
+    rows_of = PLANS[task].rows_of
+    settings = settings_of(task, ("", "") if rows_of is None else rows_of(place, seed))
     made(start, rolecall.sft, settings["sft"] | {"seed": seed}, PLANS[task].measure)
     made(end, rolecall.rl, settings["rl"] | {"seed": seed, "model": str(start)}, PLANS[task].measure)
 
@@ -163,7 +213,9 @@ NAMES = {
 
 def commands(task: str) -> list[str]:
     """What was run, for one to type."""
-    settings, lines = settings_of(task), []
+    settings, lines = settings_of(task, ("games/demonstrations.jsonl", "games/games.jsonl")), []
+    if PLANS[task].rows_of is not None:
+        lines.append("python benchmarks/textworld_games.py games")
     settings["sft"]["out"], settings["rl"]["out"] = f"runs/{task}-start", f"runs/{task}"
     settings["rl"] = {"model": f"runs/{task}-start", **settings["rl"]}
     for job, held in settings.items():
@@ -177,15 +229,29 @@ def commands(task: str) -> list[str]:
     return lines
 
 
-def page_of(place: Path, seeds: int) -> str:
-    """The page, from the runs that are there."""
+def rows_before(page: str, task: str) -> list[str]:
+    """What a page says of a task, whose runs are elsewhere."""
+    lines = page.splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith(f"| {task} |")]
+    if not starts:
+        return []
+    found = [lines[starts[0]]]
+    for line in lines[starts[0] + 1 :]:
+        if not line.startswith(("|  |", "| |")):
+            break
+        found.append(line)
+    return found
+
+
+def page_of(place: Path, seeds: int, before: str) -> str:
+    """The page, from the runs that are there; of tasks without runs, what the page said before."""
     lines = [
         "# Results: agents",
         "",
         "Written by `python benchmarks/results_agents.py`, from the runs it makes: CPU, one thread, float32. Numbers are mean",
         f"[lowest, highest] over seeds. Shares are of {HELD_OUT} held-out rows, which each model plays once greedily and {SAMPLES} times at",
         f"temperature 1; numbers of training are means over the first and the last {LOOKED} steps. Times are processor time of one run.",
-        "[agents.md](agents.md) says what the tasks are and how the settings were found.",
+        f"Of TextWorld they are {textworld_games.HELD_OUT} held-out games. [agents.md](agents.md) says what the tasks are and how the settings were found.",
         "",
         "| task | | start | after RL | SFT | RL | seeds |",
         "|---|---|---|---|---|---|---|",
@@ -194,6 +260,7 @@ def page_of(place: Path, seeds: int) -> str:
         pairs = [(place / f"{task}-start-{seed}", place / f"{task}-{seed}") for seed in range(seeds)]
         pairs = [pair for pair in pairs if all((run / "measured.json").is_file() for run in pair)]
         if not pairs:
+            lines += rows_before(before, task)
             continue
         times = [[s for run in side if (s := measured(run)["seconds"])] for side in zip(*pairs, strict=True)]
         cost = [f"{statistics.mean(side):.0f} s" if side else "" for side in times] + [str(len(pairs))]
@@ -224,7 +291,8 @@ def main() -> None:
             both(given.place, task, seed)
             start, end = (measured(given.place / f"{task}{side}-{seed}") for side in ("-start", ""))
             print(f"{task} seed {seed}: {start} -> {end}", flush=True)
-            given.page.write_text(page_of(given.place, given.seeds))
+            before = given.page.read_text() if given.page.is_file() else ""
+            given.page.write_text(page_of(given.place, given.seeds, before))
 
 
 if __name__ == "__main__":
