@@ -83,7 +83,7 @@ def self_made(place: Path, start: Path, seed: int) -> str:
     """The file of given and self-made rows, half of each, for the policy at the start."""
     path = place / f"self-made-{seed}.jsonl"
     if not path.is_file():
-        how = {"n": 64, "given": 32, "words": 0.95, "meaning": 1.0, "sampling.max_new_tokens": 4, "seed": seed}
+        how = {"n": 64, "given": 32, "words": 0.95, "meaning": 1.01, "sampling.max_new_tokens": 4, "seed": seed}
         who = {"model": str(start), "env": "guessing", "proposer": f"{__file__}:another_number", "out": str(path)}
         done = rolecall.propose(**who, **how)
         print(f"self-made rows: {done.made} beside {done.given}, dropped {dict(done.dropped)}", flush=True)

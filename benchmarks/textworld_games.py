@@ -2,8 +2,8 @@
 
     python benchmarks/textworld_games.py OUT [--seed 0]
 
-writes demonstrations.jsonl and games.jsonl for `rolecall sft` and `rolecall rl`. Three demonstrations in four do at every turn
-anything that can be done; one is the game's walkthrough. What is to be learnt is not to go back, and to take the coin.
+writes demonstrations.jsonl and games.jsonl for `rolecall sft` and `rolecall rl`. Three demonstrations in four walk to and fro between
+the first two rooms; one is the game's walkthrough. What is to be learnt is to go on.
 """
 
 import argparse
@@ -19,19 +19,18 @@ LEVEL, TURNS, GAMES, HELD_OUT, DEMONSTRATIONS = 4, 6, 64, 64, 600
 ENV = f"textworld:coin={LEVEL},brief=true"
 
 
-def played(game: int, rng: Random, commands: list[str] | None) -> dict[str, Any]:
-    """An episode of a game as a demonstration: these commands, or any that are listed."""
+BACK = {"go north": "go south", "go south": "go north", "go east": "go west", "go west": "go east"}
+
+
+def played(game: int, commands: list[str]) -> dict[str, Any]:
+    """These commands as a demonstration."""
     env = TextWorldEnv(coin=LEVEL, brief=True)
-    said, messages = env.reset({"seed": game}, 0), list[dict[str, str]]()
-    prompt = [{"role": "user", "content": said}]
-    for turn in range(TURNS):
-        command = commands[turn] if commands else rng.choice(said.partition(": ")[2].split(", "))
+    prompt, messages = [{"role": "user", "content": env.reset({"seed": game}, 0)}], list[dict[str, str]]()
+    for turn, command in enumerate(commands):
         messages.append({"role": "assistant", "content": command})
         step = env.step(messages[-1])
-        if step.done or turn == TURNS - 1:
-            break
-        said = str(step.messages)
-        messages.append({"role": "user", "content": said})
+        if turn < len(commands) - 1:
+            messages.append({"role": "user", "content": str(step.messages)})
     return {"prompt": prompt, "completion": messages}
 
 
@@ -44,10 +43,11 @@ def walkthrough(game: int) -> list[str]:
 
 
 def demonstrations(seed: int) -> list[dict[str, Any]]:
-    """Of the games to train on."""
+    """Of the games to train on, as long as their walkthroughs."""
     rng, ways = Random(seed), [walkthrough(game) for game in range(GAMES)]
-    drawn = [(rng.randrange(GAMES), rng.random() < 0.25) for _ in range(DEMONSTRATIONS)]
-    return [played(game, rng, ways[game] if shown else None) for game, shown in drawn]
+    there = [[way[0], BACK[way[0]]] * (len(way) // 2) for way in ways]
+    both = [[played(game, way) for game, way in enumerate(kind)] for kind in (ways, there)]
+    return [both[rng.random() >= 0.25][rng.randrange(GAMES)] for _ in range(DEMONSTRATIONS)]
 
 
 def games(*, held_out: bool = False) -> list[dict[str, int]]:

@@ -91,7 +91,8 @@ class TRLEnv(ToolsEnv):
 
 def named_in(row: Mapping[str, Any], by_name: Mapping[str, Any]) -> Any:
     """What is kept for the environment that a row names."""
-    if (name := row.get("environment")) in by_name:
+    name: Any = row.get("environment")
+    if name in by_name:
         return by_name[name]
     known = ", ".join(by_name)
     raise EnvError(f"a row's `environment` is {name!r}, and there are {known}: name one of them in every row")

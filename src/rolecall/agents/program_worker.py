@@ -59,7 +59,7 @@ def open_worker(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Answer]:
     def answer(job: Mapping[str, Any], send: Send) -> None:
         if "states" in job:
             try:
-                send({"scores": run.score(job["states"]), "done": True})  # type: ignore[attr-defined]
+                send({"scores": run.score(job["states"]), "done": True})  # type: ignore[union-attr]
             except Exception as error:  # the group's failure, not the worker's
                 send(described(error) | {"done": True})
             return

@@ -159,13 +159,14 @@ class Programs(WorkerPool):
             return pickle.dumps({"states": [returned.result["state"] for returned in groups[group].values()]})
 
         def heard(group: int, said: dict[str, Any] | Broken) -> None:
+            scores = None if isinstance(said, Broken) else said.get("scores")
             why = said.why if isinstance(said, Broken) else said.get("error")
             for number, at in enumerate(groups[group]):
-                if why is not None:
-                    found[at] = Failure(reason=f"its group could not be scored: {why}")
-                elif "scores" in said:
-                    result = dict(said["scores"][number])
+                if scores is not None:
+                    result = dict(scores[number])
                     found[at] = Returned(reward=result.pop("reward"), result=result)
+                elif why is not None:
+                    found[at] = Failure(reason=f"its group could not be scored: {why}")
 
         queue = deque(groups)
         silence, self.deadline_s = self.deadline_s, self.options.deadline

@@ -117,8 +117,7 @@ def _with_model(found: dict[str, Any]) -> dict[str, Any]:
 def _with_tools(found: dict[str, Any]) -> dict[str, Any]:
     """Functions that the policy may call are an environment, or beside a class of TRL's kind more tools of it."""
     tools, factory = found.pop("tools"), found.get("env")
-    several = isinstance(factory, Mapping)
-    if factory is not None and not several and (not isinstance(factory, type) or hasattr(factory, "step")):
+    if not isinstance(factory, Mapping | None) and (not isinstance(factory, type) or hasattr(factory, "step")):
         raise UserError("`tools` go with a class as TRL's `environment_factory` takes it; make them part of this `env`")
     functions = list(tools) if isinstance(tools, list | tuple) else [tools]
     for function in functions:
@@ -127,7 +126,7 @@ def _with_tools(found: dict[str, Any]) -> dict[str, Any]:
     if found.get("reward") is None and factory is None:
         raise UserError("`tools` say nothing of what an episode is worth: give a `reward` function, too")
     named: dict[str, Callable[..., Any]] = {name_of(function): function for function in functions}
-    if several:
+    if isinstance(factory, Mapping):
         return {**found, "env": _several(factory, named)}
     env: Any = partial(ToolsEnv, named) if factory is None else partial(TRLEnv, factory, named)
     env.__name__ = f"tools {', '.join(named)}"  # what config.json says
