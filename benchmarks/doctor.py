@@ -1,10 +1,10 @@
 """Does `rolecall doctor` find faults that were planted, and is it quiet about healthy runs?
 
-    python benchmarks/doctor.py [--place runs/doctor] [--only NAME] [--no-runs]
+    python benchmarks/doctor.py [--place runs/doctor] [--only NAME] [--share 1/2] [--minutes 9] [--no-runs]
 
 Every fault is planted into short real runs, and one run of each is made again with the one setting that the doctor names.
-What is there is not made again, so it can be stopped and started. At the end docs/doctor.md and what each setting did
-(look/assets/doctor.json) are written from what is there.
+What is there is not made again, so it can be stopped and started; `--share` cuts the list for several processes. Once
+every run is there, docs/doctor.md and what each setting did (look/assets/doctor.json) are written from them.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 import doctor_planted
-from doctor_page import kind_of, write_page
+from doctor_page import is_made, kind_of, write_page
 from doctor_runs import CONTROL_SEEDS, CONTROLS, FAULT_SEEDS, FAULTS, STARTS, TREATED_SEED, Plan
 
 import rolecall
@@ -43,8 +43,10 @@ def planned() -> Iterator[tuple[str, Plan, int]]:
 def named_setting(run: Path, kind: str, plan: Plan) -> dict[str, Any]:
     """What the doctor says to try first in a run with this fault, as settings; the plan's where it cannot be typed."""
     said = next((one.setting for one in findings(run) if one.kind == kind), None)
-    if plan.treated or said is None:
+    if plan.treated:
         return plan.treated
+    if said is None:
+        raise SystemExit(f"{kind} is not found in {run}, so there is no setting to try: choose another TREATED_SEED")
     name, value = said.removeprefix("--").split()
     parts = [_read(part) for part in value.split(",")]
     return {name: parts if len(parts) > 1 else parts[0]}
@@ -84,20 +86,32 @@ def make(place: Path, name: str, plan: Plan, seed: int, changed: dict[str, Any])
     print(f"{name}: {time.process_time() - begun:.1f} s {why}", flush=True)
 
 
-def make_all(place: Path, only: str) -> None:
-    """Starts, then every run whose name begins so."""
+def make_all(place: Path, only: str, *, share: tuple[int, int], minutes: float) -> None:
+    """Starts, then every run of this share whose name begins so, until the time is over."""
     rolecall.jobs.running.report_at_the_end = lambda run: None  # pages of these runs are not looked at
+    begun = time.monotonic()
     for name, settings in STARTS.items():
         if not (place / "starts" / name / "model").is_dir():
             out = str(place / "starts" / name)
             rolecall.sft(out=out, overwrite=True, quiet=True, **{"optim.lr": 2e-3, "save.every": 0, **settings})
-    for name, plan, seed in planned():
+    part, of = share
+    for name, plan, seed in list(planned())[part - 1 :: of]:
+        if time.monotonic() - begun > 60 * minutes:
+            return
         bare = name.removeprefix("treated-").removeprefix("control-")
-        if bare.startswith(only) and not (place / name / "made.json").is_file():
-            changed = {}
-            if name.startswith("treated-"):
-                changed = named_setting(place / bare, kind_of(bare.rpartition("-")[0]), plan)
-            make(place, name, plan, seed, changed)
+        if not bare.startswith(only) or is_made(place / name):
+            continue
+        changed = {}
+        if name.startswith("treated-"):
+            if not is_made(place / bare):  # still to come from another share
+                continue
+            changed = named_setting(place / bare, kind_of(bare.rpartition("-")[0]), plan)
+        make(place, name, plan, seed, changed)
+
+
+def _share(text: str) -> tuple[int, int]:
+    part, _, of = text.partition("/")
+    return int(part), int(of)
 
 
 def main() -> None:
@@ -105,11 +119,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--place", type=Path, default=Path("runs/doctor"))
     parser.add_argument("--only", default="", help="runs whose name begins so")
-    parser.add_argument("--no-runs", action="store_true", help="only the tables")
+    parser.add_argument("--share", type=_share, default=(1, 1), help="2/3: the second third of the runs")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no run after that")
+    parser.add_argument("--no-runs", action="store_true", help="only the page")
     options = parser.parse_args()
     if not options.no_runs:
-        make_all(options.place, options.only)
-    if not options.only:
+        make_all(options.place, options.only, share=options.share, minutes=options.minutes)
+    missing = [name for name, _, _ in planned() if not is_made(options.place / name)]
+    if missing:
+        print(f"{len(missing)} runs are missing, the first of them {missing[0]}; the page is not written")
+    else:
         write_page(options.place)
 
 

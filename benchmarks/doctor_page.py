@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from doctor_runs import CONTROL_SEEDS, CONTROLS, FAULT_SEEDS, FAULTS, TREATED_SEED
+from doctor_runs import CONTROL_SEEDS, CONTROLS, FAULT_SEEDS, FAULTS, FIRST_UNSEEN, TREATED_SEED
 
 from rolecall.errors import UserError
 from rolecall.look.charts import is_number
@@ -36,26 +36,23 @@ without evaluations no falling evaluation, without records (`save.rollouts 0`) n
 
 MEASURED = """## How often it is right
 
-`python benchmarks/doctor.py` plants each fault into short real runs of the built-in model (14 to 80 steps, seconds each), and
-trains healthy controls: presets, rewards of several parts, precisions, LoRA, replay, agents, multi-agent, imitation, preferences, reward
-models, some long enough to get much better at their task. Even seeds were used for setting things up, odd seeds for the count.
+`python benchmarks/doctor.py` plants each fault into short real runs of the built-in model ({steps} steps, seconds each), trains
+healthy controls of {controls} kinds (presets, rewards of several parts, precisions, LoRA, replay, agents, multi-agent, imitation,
+preferences, reward models, some long enough to get much better at their task), and writes this page from what it finds in them.
+Checks and thresholds were set on even seeds and are reported on odd ones:
 
-What was changed on the way, so that the counts can be judged:
-
-- On even seeds thresholds and checks were set, and the runs themselves: entropy-collapse, no-tool-calls and phantom-advantages are planted
-  more strongly than at first; the control of PPO got a critic of its own after the doctor called the shared one useless (its
-  explained variance was below 0), and controls that learn got a smaller learning rate after theirs had ruined the policy. So no
-  false alarm on even seeds says little.
-- On odd seeds a first pass missed stale-replay and idle-agent, once each, at seed 1. Both checks were then changed by what seed 0
-  shows, and idle-agent is planted for 80 steps instead of 60: of these two, only seeds 3 and 5 are unseen.
-- flat-groups was false at first in 3 of 98 controls on odd seeds: twice of calculator, where 97 % of the answers are right, so that
-  groups are flat because all is right. Seed 0 shows the same numbers, just below the threshold. The check now asks whether most
-  of the flat groups are below the best score, which can only take findings away. Its planted runs and both calculators were
-  looked at again; seeds 5, 7 and 9 of these two, which nobody had seen, have no finding. No other check was changed after a look
-  at odd seeds, and no fault or control was removed.
-- The reward that makes groups flat was changed after its treated run at seed 1, since at first no amount of resampling could help.
-  The settings to try were made stronger where the first choice did nothing (KL coefficients of 1, not 0.1; replay of age 1), with
-  trials at seed 0. What a setting did is told of one run each, at seed 1.
+- On even seeds the runs themselves were set up too: entropy-collapse, no-tool-calls and phantom-advantages are planted more strongly
+  than at first; the control of PPO got a critic of its own after the doctor called the shared one useless (its explained variance was
+  below 0), and controls that learn got a smaller learning rate after theirs had ruined the policy. So few false alarms on even
+  seeds say little.
+- Odd seeds below 10 are not all unseen. At seed 1 a first pass missed stale-replay and idle-agent; both checks were then changed by
+  what seed 0 shows, and idle-agent is planted for more steps. flat-groups was false in some controls in which nearly all answers are
+  right; it now asks whether most of the flat groups are below the best score, which can only take findings away. The reward that
+  makes groups flat was changed after its treated run at seed 1, since no amount of resampling could help.
+- Seeds from {unseen} on were first looked at by the run of the script that wrote this page; nothing was changed after it. Their column is
+  the one to judge by.
+- The settings to try were made stronger where the first choice did nothing (KL coefficients of 1, not 0.1; replay of age 1), with
+  trials at seed 0. What a setting did is told of one run each, at seed {treated}, at which all faults were found.
 """
 
 LIMITS = """## What these numbers are not
@@ -81,6 +78,11 @@ class Looked:
         return {one.kind for one in self.found}
 
 
+def is_made(run: Path) -> bool:
+    """Whether the run was made to its end."""
+    return (run / "made.json").is_file()
+
+
 def kind_of(fault: str) -> str:
     """The check that must find a fault."""
     return fault.partition("+")[0]
@@ -92,7 +94,7 @@ def look(place: Path, names: Iterable[str], seeds: Sequence[int], prefix: str = 
     for name in names:
         for seed in sorted(seeds):
             run = place / f"{prefix}{name}-{seed}"
-            if (run / "made.json").is_file():
+            if is_made(run):
                 try:
                     found = tuple(findings(run))
                 except UserError as error:
@@ -109,7 +111,7 @@ def write_page(place: Path) -> None:
     parts = [
         HEAD,
         _checks(place, did),
-        MEASURED,
+        MEASURED.format(steps=_steps(), controls=len(CONTROLS), unseen=FIRST_UNSEEN, treated=TREATED_SEED),
         _rates(faults, controls),
         _by_fault(faults),
         _by_control(controls),
@@ -122,19 +124,17 @@ def what_it_did(place: Path, name: str) -> str | None:
     """A sentence about the treated run of a fault; None if it has none."""
     plan, sick = FAULTS[name], place / f"{name}-{TREATED_SEED}"
     treated = place / f"treated-{name}-{TREATED_SEED}"
-    if not plan.shows or not (treated / "made.json").is_file():
+    if not plan.shows or not is_made(treated):
         return None
     changed = json.loads((treated / "made.json").read_text()).get("changed", {})
     flags = " ".join(f"--{key} {_flag(value)}" for key, value in changed.items())
     numbers = [_ends(show, _end(treated, show), _end(sick, show)) for show in plan.shows]
     before, after = ({one.kind for one in findings(run)} for run in (sick, treated))
-    said = "still found" if kind_of(name) in after else "not found any more"
-    new = (
-        f", but {', '.join(sorted(after - before))} {'were' if len(after - before) > 1 else 'was'}"
-        if after - before
-        else ""
-    )
-    return f"with {flags}, {' and '.join(numbers)}; it was {said}{new}"
+    still = kind_of(name) in after
+    said, new = "still found" if still else "not found any more", ", ".join(sorted(after - before))
+    if new:
+        said += f", {'and so' if still else 'but'} {'were' if len(after - before) > 1 else 'was'} {new}"
+    return f"with {flags}, {' and '.join(numbers)}; it was {said}"
 
 
 def _ends(name: str, treated: str | None, sick: str | None) -> str:
@@ -165,38 +165,59 @@ def _checks(place: Path, did: dict[str, str]) -> str:
     return "\n".join([*lines, ""])
 
 
+def _steps() -> str:
+    steps = [plan.settings["steps"] for plan in [*FAULTS.values(), *CONTROLS.values()] if "steps" in plan.settings]
+    return f"{min(steps)} to {max(steps)}"
+
+
+def _parts(seeds: Iterable[int]) -> dict[str, list[int]]:
+    """The columns of the tables, as far as there are runs: which seeds belong to each."""
+    columns = {
+        "set on: {}": [s for s in seeds if s % 2 == 0],
+        "reported: {}": [s for s in seeds if s % 2 and s < FIRST_UNSEEN],
+        "reported, unseen: {}": [s for s in seeds if s % 2 and s >= FIRST_UNSEEN],
+    }
+    named = {
+        held_as: f"seed{'s' * (len(held) > 1)} {', '.join(map(str, sorted(held)))}" for held_as, held in columns.items()
+    }
+    return {name.format(named[name]): held for name, held in columns.items() if held}
+
+
 def _rates(faults: Sequence[Looked], controls: Sequence[Looked]) -> str:
-    lines = ["| | set on (even seeds) | reported (odd seeds) |", "|---|---:|---:|"]
-    for title, runs, counts in (
-        ("planted faults found", faults, lambda one: kind_of(one.name) in one.kinds),
-        ("healthy runs with a finding", controls, lambda one: bool(one.found)),
+    parts = []
+    for title, runs, seeds, counts in (
+        ("planted faults found", faults, FAULT_SEEDS, lambda one: kind_of(one.name) in one.kinds),
+        ("healthy runs with a finding", controls, CONTROL_SEEDS, lambda one: bool(one.found)),
     ):
-        halves = [[one for one in runs if one.seed % 2 == half] for half in (0, 1)]
-        lines.append(f"| {title} | {' | '.join(_share(sum(map(counts, half)), len(half)) for half in halves)} |")
-    return "\n".join([*lines, ""])
+        columns = _parts(seeds)
+        cells = [_share([counts(one) for one in runs if one.seed in held]) for held in columns.values()]
+        parts += [_row(["", *columns]), "|---|" + "---:|" * len(columns), _row([title, *cells]), ""]
+    return "\n".join(parts)
 
 
-def _share(count: int, of: int) -> str:
-    return f"{count} of {of} ({100 * count / of:.1f} %)" if of else "0 of 0"
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _share(held: Sequence[bool]) -> str:
+    return f"{sum(held)} of {len(held)} ({100 * sum(held) / len(held):.1f} %)"
 
 
 def _by_fault(faults: Sequence[Looked]) -> str:
-    lines = ["| planted | in a run of | found, even seeds | found, odd seeds |", "|---|---|---:|---:|"]
-    for name in FAULTS:
-        runs = [one for one in faults if one.name == name]
-        halves = [[kind_of(name) in one.kinds for one in runs if one.seed % 2 == half] for half in (0, 1)]
-        settings = FAULTS[name].settings
-        what = settings.get("env") or settings.get("algo") or settings.get("preset") or "grpo"
-        what = FAULTS[name].job if FAULTS[name].job == "sft" else what
+    columns = _parts(FAULT_SEEDS)
+    lines = [_row(["planted", "in a run of", *columns]), "|---|---|" + "---:|" * len(columns)]
+    for name, plan in FAULTS.items():
+        what = plan.settings.get("env") or plan.settings.get("algo") or plan.settings.get("preset") or "grpo"
+        what = plan.job if plan.job == "sft" else what
         what = f"{what}, one optimiser step" if name.endswith("+plain") else what
-        lines.append(f"| {kind_of(name)} | {what} | {' | '.join(f'{sum(half)} of {len(half)}' for half in halves)} |")
+        runs = {one.seed: kind_of(name) in one.kinds for one in faults if one.name == name}
+        cells = [f"{sum(runs[s] for s in held)} of {len(held)}" for held in columns.values()]
+        lines.append(_row([kind_of(name), what, *cells]))
     return "\n".join([*lines, ""])
 
 
 def _by_control(controls: Sequence[Looked]) -> str:
-    lines = ["Healthy runs, with the number of seeds of each that were looked at:", ""]
-    counts = {name: [one for one in controls if one.name == name] for name in CONTROLS}
-    lines.append(", ".join(f"{name} ({len(runs)})" for name, runs in counts.items() if runs) + ".")
+    lines = [f"Healthy runs, {len(CONTROL_SEEDS)} seeds of each:", "", f"{', '.join(CONTROLS)}."]
     wrong = [one for one in controls if one.found]
     said = "; ".join(f"{one.name}, seed {one.seed}: {', '.join(sorted(one.kinds))}" for one in wrong)
     lines += ["", f"Counted as false alarms: {said}." if wrong else "There was no false alarm."]

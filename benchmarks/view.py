@@ -1,9 +1,9 @@
-"""How `rolecall view` does with many runs and a long one: `python benchmarks/view.py [--keep DIR]`.
+"""How `rolecall view` does with many runs and a long one: `python benchmarks/view.py [--part pages|cost] [--place DIR]`.
 
 Makes 200 runs of 1,000 steps, and one of 1,000 recorded steps with 100 answers each, out of a short real run. Measures in
 chromium how long their pages take until the curves are drawn, what the server holds in memory, how long a line of the
-metrics takes to the page, and what a training costs with and without it. Needs chromium, chromedriver and the
-`dev` and `view` extras.
+metrics takes to the page (`pages`), and what a training costs with and without it (`cost`). Once both are measured, that
+section of docs/view.md is written. Needs chromium, chromedriver and the `dev` and `view` extras.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -35,24 +34,84 @@ TRAIN = split(
 )
 
 
+DOCS = Path(__file__).parents[1] / "docs" / "view.md"
+SECTION = """## What it costs
+
+Measured by `python benchmarks/view.py`, which writes this section, in chromium on {cores} cores (load {load}); seconds until the page and its
+first curves are drawn, at the first and at later visits:
+
+| | first | again | server's memory, at most |
+|---|---|---|---|
+{pages}
+
+A line that a run writes is on its page after {median:.1f} s (median of {count}; at most {longest:.1f} s).
+
+The run is not slowed: a training with `--view` is measured in stretches of {steps} steps with the page open, each beside one in which no
+page is open and the server is stopped ({pairs} pairs, each kind first in turn; load {load_then}):
+
+| a step with the page open, in parts of one without | median | middle half of the pairs |
+|---|---|---|
+{ratios}
+
+The server is a process of its own with a lower priority and reads files only while a page is open. In {viewed:.0f} s of training with
+the page open it used {server:.1f} s of processor time.
+
+"""
+STRETCH = 10
+"""Steps of a training that are timed together."""
+
+
 def main() -> None:
-    """Measure and print."""
+    """Measure, and write the page once everything is measured."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--keep", type=Path, help="make the runs there, or use those that are there")
-    parser.add_argument("--cost-only", action="store_true", help="measure what a training costs, and nothing else")
+    parser.add_argument("--part", choices=["pages", "cost"], help="only this; the other one another time")
+    parser.add_argument("--place", type=Path, default=Path("runs/view-benchmark"), help="runs and what was measured")
     parser.add_argument("--pairs", type=int, default=24, help="stretches of a training with and without the page")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place:
-        runs = given.keep or Path(place) / "runs"
-        if not given.cost_only and not (runs / "long").is_dir():
-            make(runs)
-        with opened() as driver:
-            if not given.cost_only:
-                with viewing(runs) as (process, base, token):
-                    driver.get(f"{base}/?token={token}")
-                    looked(driver, process, base)
-                    reached(driver, base, runs)
-            slowed(driver, Path(place), given.pairs)
+    runs, held = given.place / "runs", given.place / "measured.json"
+    measured = json.loads(held.read_text()) if held.is_file() else {}
+    if given.part != "cost" and not (runs / "long").is_dir():
+        make(runs)
+    with opened() as driver:
+        if given.part != "cost":
+            with viewing(runs) as (process, base, token):
+                driver.get(f"{base}/?token={token}")
+                measured["pages"] = {"load": os.getloadavg()[0], "pages": looked(driver, process, base)}
+                measured["pages"]["took"] = reached(driver, base, runs)
+        if given.part != "pages":
+            measured["cost"] = {"load": os.getloadavg()[0], **slowed(driver, given.place / "trained", given.pairs)}
+    held.write_text(json.dumps(measured, indent=1))
+    if len(measured) == 2:
+        write_section(measured["pages"], measured["cost"])
+
+
+def write_section(pages: dict[str, Any], cost: dict[str, Any]) -> None:
+    """Replace what docs/view.md says of costs."""
+    rows = [
+        f"| {name} | {first:.1f} s | {again:.1f} s | {most:.0f} MB |" for name, first, again, most in pages["pages"]
+    ]
+    ratios = []
+    for name, held in zip(("processor time of the training's own process", "wall time"), cost["ratios"], strict=True):
+        low, middle, high = quantiles(held, n=4)
+        ratios.append(f"| {name} | {middle:.2f} | {low:.2f} to {high:.2f} |")
+    section = SECTION.format(
+        cores=os.cpu_count(),
+        load=f"{pages['load']:.0f}",
+        pages="\n".join(rows),
+        median=median(pages["took"]),
+        count=len(pages["took"]),
+        longest=max(pages["took"]),
+        steps=STRETCH,
+        pairs=len(cost["ratios"][0]),
+        load_then=f"{cost['load']:.0f}",
+        ratios="\n".join(ratios),
+        viewed=cost["viewed"],
+        server=cost["server"],
+    )
+    whole = DOCS.read_text(encoding="utf-8")
+    before, after = whole.index("## What it costs"), whole.index("## Not built")
+    DOCS.write_text(whole[:before] + section + whole[after:], encoding="utf-8")
+    print(section)
 
 
 def make(runs: Path) -> None:
@@ -131,44 +190,45 @@ def seconds(action: Callable[[], object], done: Callable[[], object], times: int
     return out
 
 
-def memory(process: subprocess.Popen) -> str:
-    """What the process holds, and held at most."""
+def memory(process: subprocess.Popen) -> float:
+    """What the process held at most, in MB."""
     status = Path(f"/proc/{process.pid}/status").read_text()
-    now, most = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) / 1e3 for name in ("VmRSS", "VmHWM"))  # type: ignore[index]
-    return f"{now:.0f} MB (at most {most:.0f})"
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1e3
 
 
-def looked(driver: Any, process: subprocess.Popen, base: str) -> None:
-    """Every page: first and again, and the server's memory after it."""
+def looked(driver: Any, process: subprocess.Popen, base: str) -> list[tuple[str, float, float, float]]:
+    """Every page: its name, seconds at first and again, and the server's memory after it."""
     rows = f"return document.querySelectorAll('tbody tr').length > {RUNS - 1}"
     drawn = "return document.querySelectorAll('.card canvas').length > 3"
     tokens = "return document.querySelectorAll('.strip .tok').length > 10"
     many = "&".join(f"run=sweep%2Clr%3D{i}e-5%2Cseed%3D{k}" for i in (1, 2, 3) for k in range(4))
     pages = (
-        (f"table of {RUNS + 1} runs", "/", rows),
-        (f"run of {STEPS} steps, {STEPS * ANSWERS:,} answers", "/run/long", drawn),
-        ("its answers", "/run/long/answers", "return document.querySelectorAll('.answers tr').length > 90"),
+        (f"table of {RUNS + 1} runs of {STEPS:,} steps", "/", rows),
+        (f"run of {STEPS:,} recorded steps with {ANSWERS} answers each", "/run/long", drawn),
+        (
+            "its answers, the first 100",
+            "/run/long/answers",
+            "return document.querySelectorAll('.answers tr').length > 90",
+        ),
         ("one answer", "/run/long/answers/500/7", tokens),
         (
-            "its answers, a text that is nowhere",
+            "search for a text that is nowhere, until it offers to go on",
             "/run/long/answers?text=nowhere",
             "return document.querySelector('#found')",
         ),
-        ("12 runs compared", f"/compare?{many}", drawn),
+        (f"12 runs of {STEPS:,} steps compared", f"/compare?{many}", drawn),
     )
-    print(f"{'page':42} {'first':>7} {'again':>7}  server")
+    out = []
     for name, path, ready in pages:
         first, *again = seconds(lambda p=path: driver.get(base + p), lambda r=ready: driver.execute_script(r))
-        print(f"{name:42} {first:6.2f} s {median(again):6.2f} s  {memory(process)}", flush=True)
-    begun = time.monotonic()
-    driver.get(f"{base}/run/long")
-    while driver.execute_script("return document.querySelector('#findings').textContent").startswith("Looking"):
-        time.sleep(0.01)
-    print(f"{'the doctor on that run':42} {time.monotonic() - begun:6.2f} s {'':9} {memory(process)}")
+        out.append((name, first, median(again), memory(process)))
+    told = "return !document.querySelector('#findings').textContent.startsWith('Looking')"
+    (took,) = seconds(lambda: driver.get(f"{base}/run/long"), lambda: driver.execute_script(told), times=1)
+    return [*out, ("what the doctor finds in that run", took, took, memory(process))]
 
 
-def reached(driver: Any, base: str, runs: Path) -> None:
-    """From a written line to the page."""
+def reached(driver: Any, base: str, runs: Path) -> list[float]:
+    """Seconds from a written line to the page."""
     log = runs / "long" / "metrics.jsonl"
     line = json.loads(log.read_text().splitlines()[-1])
     driver.get(f"{base}/run/long")
@@ -180,43 +240,51 @@ def reached(driver: Any, base: str, runs: Path) -> None:
         with log.open("a") as file:
             file.write(json.dumps({**line, "step": line["step"] + i + 1}) + "\n")
         took += seconds(lambda: None, lambda c=count: driver.execute_script(points) >= c, times=1)
-    print(f"a line of the metrics on the page: median {median(took):.2f} s, longest {max(took):.2f} s")
+    return took
 
 
-def slowed(driver: Any, place: Path, pairs: int) -> None:
+def slowed(driver: Any, run: Path, pairs: int) -> dict[str, Any]:
     """What a step costs a training with `--view`: with its page open and, in turns, with no page and the server stopped.
 
     Stretches of one training are compared with their neighbours, because other work on the machine changes from minute to
     minute. The training's own processor time is counted without its server's.
     """
-    run = place / "trained"
-    words = [*CALL, *TRAIN, "--prompts", "4", "--sampling.max_new_tokens", "16", "--steps", "100000", "--out", str(run)]
+    words = [*CALL, *TRAIN, "--prompts", "4", "--sampling.max_new_tokens", "16", "--steps", "100000"]
     training = subprocess.Popen(
-        [*words, "--view"], stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [*words, "--out", str(run), "--overwrite", "--view"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert training.stderr is not None
     try:
         page = next(said.removeprefix("view: ").strip() for said in training.stderr if said.startswith("view: "))
         children = Path(f"/proc/{training.pid}/task/{training.pid}/children").read_text().split()
         server = next(int(pid) for pid in children if "rolecall.jobs.view" in Path(f"/proc/{pid}/cmdline").read_text())
-        ratios = []
+        ratios, viewed, used = [], 0.0, processor(server)
         for i in range(pairs):
             found = {}
             for how in ("alone", "viewed") if i % 2 else ("viewed", "alone"):
                 os.kill(server, signal.SIGCONT if how == "viewed" else signal.SIGSTOP)
                 driver.get(page if how == "viewed" else "about:blank")
                 steps_from(training.pid, run, 2)  # the page is drawn for the first time
-                found[how] = steps_from(training.pid, run, 10)
-            print("  viewed: {:.3f} s of processor, {:.3f} s".format(*found["viewed"]), end=", ")
+                found[how] = steps_from(training.pid, run, STRETCH)
+            viewed += STRETCH * found["viewed"][1]
+            print("viewed: {:.3f} s of processor, {:.3f} s".format(*found["viewed"]), end=", ")
             print("alone: {:.3f} s of processor, {:.3f} s a step".format(*found["alone"]), flush=True)
-            ratios.append([viewed / alone for viewed, alone in zip(found["viewed"], found["alone"], strict=True)])
+            ratios.append([with_it / without for with_it, without in zip(found["viewed"], found["alone"], strict=True)])
+        used = processor(server) - used
     finally:
         os.kill(server, signal.SIGCONT)
         training.terminate()
         training.communicate()
-    for name, held in zip(("processor time", "wall time"), zip(*ratios, strict=True), strict=True):
-        low, middle, high = quantiles(held, n=4)
-        print(f"{name} of a step, viewed / alone: median {middle:.3f}, half of {pairs} pairs {low:.3f} to {high:.3f}")
+    return {"ratios": list(zip(*ratios, strict=True)), "viewed": viewed, "server": used}
+
+
+def processor(pid: int) -> float:
+    """Seconds of processor time that a process has used."""
+    times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def steps_from(pid: int, run: Path, steps: int) -> tuple[float, float]:
@@ -224,9 +292,7 @@ def steps_from(pid: int, run: Path, steps: int) -> tuple[float, float]:
 
     def now() -> tuple[int, float, float]:
         log = run / "timing.jsonl"
-        times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        used = (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
-        return log.read_bytes().count(b"\n") if log.is_file() else 0, used, time.monotonic()
+        return log.read_bytes().count(b"\n") if log.is_file() else 0, processor(pid), time.monotonic()
 
     def after(step: int) -> tuple[int, float, float]:
         while (at := now())[0] < step:

@@ -13,8 +13,7 @@ from rolecall.agents.context import COLUMN, QUESTION
 from rolecall.agents.played import Lesson, Wanted
 from rolecall.config.agents import AgentOptions
 from rolecall.errors import UserError
-from rolecall.experience.batches import collate
-from rolecall.experience.joined import Joined
+from rolecall.experience.batches import Joined, collate
 from rolecall.maths.reduce import denominator_of, position_weights, sequence_lengths
 from rolecall.maths.roles import Role, TrainRule
 from rolecall.policy.tiny import TURN_END_ID

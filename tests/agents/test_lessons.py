@@ -24,7 +24,7 @@ from rolecall.agents.guided import Lessons
 from rolecall.agents.lessons import LessonPool, Read
 from rolecall.agents.play import LESSONS
 from rolecall.agents.played import Lesson, Side, Wanted
-from rolecall.config.lessons import LessonOptions
+from rolecall.config.agents import LessonOptions
 from rolecall.errors import UserError
 from rolecall.experience.store import read_rollouts
 from rolecall.experience.updates import read_updates

@@ -10,8 +10,8 @@ import rolecall
 from rolecall.agents.judging import marks_of, question
 from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
-from rolecall.experience.joined import Joined
-from rolecall.recipes.credit import turn_fields
+from rolecall.experience.batches import Joined
+from rolecall.recipes.prepare import turn_fields
 from rolecall.tasks.env import Step
 from rolecall.types import Trajectory
 

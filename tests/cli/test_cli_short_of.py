@@ -59,11 +59,11 @@ def test_the_limit_is_that_of_the_process(monkeypatch):
     ],
 )
 def test_what_the_system_refuses_is_no_bug_of_ours(error, sentence, monkeypatch, capsys, rows):
-    def fail(options):
+    def fail(options, *, progress):
         raise error
 
     real = commands.imported
-    monkeypatch.setattr("rolecall.cli.imported", lambda name: fail if name.endswith("train:run") else real(name))
+    monkeypatch.setattr("rolecall.cli.imported", lambda name: fail if name.endswith("running:run") else real(name))
     assert main(["rl", "--rows", str(rows)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("rolecall rl: ")
@@ -71,11 +71,11 @@ def test_what_the_system_refuses_is_no_bug_of_ours(error, sentence, monkeypatch,
 
 
 def test_other_errors_are_still_called_a_bug(monkeypatch, capsys, rows):
-    def fail(options):
+    def fail(options, *, progress):
         raise RuntimeError("something else")
 
     real = commands.imported
-    monkeypatch.setattr("rolecall.cli.imported", lambda name: fail if name.endswith("train:run") else real(name))
+    monkeypatch.setattr("rolecall.cli.imported", lambda name: fail if name.endswith("running:run") else real(name))
     assert main(["rl", "--rows", str(rows)]) == 1
     assert "this is a bug" in capsys.readouterr().err
 

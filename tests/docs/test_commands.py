@@ -170,7 +170,7 @@ def test_what_the_demo_suggests_runs(place, capsys):
 def test_the_hint_of_a_stopped_run_resumes_it(command, run, place, tmp_path, capsys):
     path = shutil.copytree(place / "runs" / run, tmp_path / "a b" / run)
     outcome = Outcome(step=1, exit_code=ExitCode.INTERRUPTED, reason="stopped", best=None, best_step=None)
-    train._finish(Run(path=path, outcome=outcome), command, quiet=False)
+    train.finish(Run(path=path, outcome=outcome), SimpleNamespace(command=command, quiet=False))
     (words,) = printed(capsys.readouterr().err)
     assert words == [command, "--out", str(path), "--resume"]
     assert main([*words, "--steps", "+1", "--quiet"]) == 0

@@ -4,8 +4,7 @@ from math import isnan, nan
 
 import torch
 
-from rolecall.experience.batches import collate, join, lengths_of, runs_in
-from rolecall.experience.joined import Joined
+from rolecall.experience.batches import Joined, collate, join, lengths_of, runs_in
 from rolecall.maths.roles import Role, Verdict
 from rolecall.types import Batch, Supports, Trajectory
 

@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolecall.experience.replay import Limits, ReplayBuffer, StoredGroup
-from rolecall.experience.samplers import SAMPLERS, Known, answers_of, difficulty, widest
+from rolecall.experience.replay import (
+    SAMPLERS,
+    Known,
+    Limits,
+    ReplayBuffer,
+    StoredGroup,
+    answers_of,
+    difficulty,
+    widest,
+)
 from rolecall.train.state import read_state, write_state
 from rolecall.types import Finish, Trajectory
 

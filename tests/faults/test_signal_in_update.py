@@ -19,10 +19,16 @@ def waited(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert waited(forked(lambda: train("ppo", run, **HOW))) == 0
+    return run
+
+
 @pytest.mark.parametrize("call", [1, 3, 7])
-def test_a_signal_between_micro_batches_ends_the_run_after_the_step(tmp_path, call):
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert waited(forked(lambda: train("ppo", whole, **HOW))) == 0
+def test_a_signal_between_micro_batches_ends_the_run_after_the_step(tmp_path, whole, call):
+    broken = tmp_path / "broken"
 
     def interrupted() -> int:
         calls, real = 0, Updater._micro_batch

@@ -15,19 +15,17 @@ REWARD = """
 def letters(completions, **columns):
     return [len(set(text)) / 6 + text.count("1") for text in completions]
 """
-SHORT = [
-    "--rows",
-    "sorting:length=2",
-    "--prompts",
-    "2",
-    "--samples",
-    "4",
-    "--steps",
-    "2",
+SHORT = ["--rows", "sorting:length=2", "--prompts", "2", "--samples", "4", "--steps", "2"]
+SHORT += [
     "--reward",
     "rewards.py:letters",
+    "--sampling.max_new_tokens",
+    "4",
+    "--optim.lr",
+    "3e-4",
+    "--optim.token_budget",
+    "40",
 ]
-SHORT += ["--sampling.max_new_tokens", "4", "--optim.lr", "3e-4", "--optim.token_budget", "40"]
 ROWS = ["--rows", "addition", "--steps", "2", "--batch", "5", "--optim.token_budget", "60"]
 KL = ["--algorithm.kl_coef", "0.05"]
 EVAL = ["--eval.every", "2", "--eval.rows", "3", "--eval.samples", "2"]
@@ -36,15 +34,15 @@ LORA = ["--policy.lora_rank", "4"]
 COMMANDS = {
     "grpo, evaluated": [*GRPO, *KL, *EVAL],
     "ppo, critic of its own": [*PPO, *KL, "--algorithm.bootstrap_truncated", "true", "--algorithm.minibatches", "2"],
-    "ppo, shared critic, exact KL": [
-        *(*PPO, *KL, "--algorithm.critic", "shared"),
-        *("--algorithm.kl_in", "loss", "--algorithm.kl_kind", "exact"),
-    ],
     "sft, padded": ["sft", *ROWS, "--policy.gradient_checkpointing"],
     "rm": ["rm", *ROWS, "--rows", "pairs.jsonl"],
     "dpo": ["dpo", *ROWS],
 }
 MORE = {
+    "ppo, shared critic, exact KL": [
+        *(*PPO, *KL, "--algorithm.critic", "shared"),
+        *("--algorithm.kl_in", "loss", "--algorithm.kl_kind", "exact"),
+    ],
     "KL in the loss": [*PPO, *KL, "--algorithm.kl_in", "loss", "--algorithm.critic", "shared"],
     "exact KL, new reference": [*GRPO, *KL, "--algorithm.kl_kind", "exact", "--algorithm.reference_every", "1"],
     "lora": [*GRPO, *KL, *LORA],

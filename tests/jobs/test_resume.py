@@ -13,6 +13,7 @@ from resume_driver import ROWS, STEPS, Letters, differing, interrupt, options, p
 
 import rolecall
 from rolecall.config.resume import saved_settings
+from rolecall.config.rl import RLOptions
 from rolecall.errors import UserError
 from rolecall.jobs import data, resuming, running
 from rolecall.jobs.models import model_directory
@@ -319,7 +320,7 @@ def test_other_rows_are_named(copied, caplog):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_says_how_to_go_on_and_has_its_exit_code(tmp_path, number, code, capfd, monkeypatch):
-    from rolecall.cli.train import _finish
+    from rolecall.cli.train import finish
 
     class Stopping(Letters):
         calls = 0
@@ -336,7 +337,7 @@ def test_a_signal_saves_says_how_to_go_on_and_has_its_exit_code(tmp_path, number
     assert stopped.outcome.exit_code == ExitCode(code)
     assert stopped.outcome.step == 2
     assert not (tmp_path / "run" / "model").exists()
-    assert _finish(stopped, "rl", quiet=True) == code
+    assert finish(stopped, RLOptions(quiet=True)) == code
     assert f"resume with: rolecall rl --out {tmp_path / 'run'} --resume" in capfd.readouterr().err
     monkeypatch.setattr(data, "open_reward", lambda *args, **kwargs: Letters())
     run("grpo", tmp_path / "run", steps=3, resume=True)

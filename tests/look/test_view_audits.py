@@ -63,7 +63,14 @@ def test_they_are_listed_with_what_they_found_and_open(browser, server):
     assert browser.complaints() == []
 
 
-@pytest.mark.slow  # after test_no_permission.py, in the same process, the table does not move
+def test_what_changes_before_the_stream_begins_is_told_too(server, runs):
+    (seen,) = re.findall(r'data-seen="(\w+)"', server.ask("/")[2])
+    run = write_run(runs / "between")
+    with server.stream(f"/events?seen={seen}") as lines:
+        assert next(line for line in lines if line.startswith("event")) == "event: changed"
+    shutil.rmtree(run)
+
+
 def test_one_that_appears_goes_and_comes_with_errors_is_in_the_table_by_itself(browser, server, runs):
     browser.open(f"{server.base}/?token={server.token}")
     state = "return document.querySelector('[data-run=\"later.html\"]')?.dataset.state ?? ''"

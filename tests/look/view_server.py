@@ -46,6 +46,16 @@ class Server:
         connection.close()
         return answer.status, answer.headers, body
 
+    @contextmanager
+    def stream(self, path: str):
+        """The lines of a stream of events, as they come."""
+        connection = http.client.HTTPConnection("127.0.0.1", int(self.port), timeout=20)
+        connection.request("GET", path, headers={"host": self.host, "cookie": self.cookie})
+        try:
+            yield (line.decode().strip() for line in connection.getresponse())
+        finally:
+            connection.close()
+
     def json(self, path: str):
         status, _, body = self.ask(path)
         assert status == 200, body

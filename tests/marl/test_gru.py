@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rolecall.marl.gru import GRU
+from rolecall.marl.nets import GRU
 
 TIME, ROWS, INPUTS, HIDDEN = 6, 3, 4, 5
 

@@ -8,9 +8,17 @@ from hypothesis import given, settings
 from recorded import episode_lists, pymarl_mask, pymarl_targets, recorded
 
 from rolecall.marl.episodes import EpisodeBatch
-from rolecall.marl.mixers import MonotonicMixer, SumMixer
 from rolecall.marl.moments import RunningMoments
-from rolecall.marl.nets import UNAVAILABLE, Agents, AgentShape, Critic, load_agents, save_agents
+from rolecall.marl.nets import (
+    UNAVAILABLE,
+    Agents,
+    AgentShape,
+    Critic,
+    MonotonicMixer,
+    SumMixer,
+    load_agents,
+    save_agents,
+)
 from rolecall.marl.ppo import ActorCritic, ppo_loss, prepare
 from rolecall.marl.q_learning import QNetworks, follow, q_loss
 from rolecall.marl.scoring import action_scores, available

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import rolecall
 from rolecall.policy.tiny import byte_characters
 from rolecall.recipes.audit import Finding, Level, without_consequences
-from rolecall.recipes.audit.tokens import encoded, is_text, quoted, share
+from rolecall.recipes.audit.records import encoded, is_text, quoted, share
 
 DOC = Path(__file__).parents[2] / "docs" / "audit.md"
 QUICK = {"groups": 2, "samples": 2, "sampling.max_new_tokens": 4}

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from learners import learner_of, options_of
 
 from rolecall.config.rl import AlgorithmOptions
-from rolecall.experience.batches import collate, runs_in
-from rolecall.experience.joined import Joined
+from rolecall.experience.batches import Joined, collate, runs_in
 from rolecall.maths.reduce import MODES, aggregate, denominator_of, position_weights, sequence_lengths
 from rolecall.maths.roles import Role, TrainRule, Verdict
 from rolecall.maths.shaping import shape_rewards

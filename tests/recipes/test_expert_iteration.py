@@ -14,7 +14,7 @@ from rolecall.errors import UserError
 from rolecall.experience.store import read_rollouts
 from rolecall.policy.load import load
 from rolecall.policy.model import PolicyModel
-from rolecall.recipes.ask import Asker
+from rolecall.recipes.collect import Asker
 from rolecall.recipes.expert_iteration import ExpertIterationLearner
 from rolecall.recipes.sft import nll
 from rolecall.rollout.scripted import ScriptedEngine

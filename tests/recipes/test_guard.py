@@ -67,7 +67,7 @@ def test_old_log_probs_of_the_behaviour_and_several_passes_are_healthy():
 def test_mini_batches_in_which_nothing_trains_are_healthy():
     """Flat groups are dropped, so whole mini-batches have no position that trains."""
     learner = learner_of(dataclasses.replace(GRPO, drop_flat=True, minibatches=12, old_logprobs="recompute"), lr=1e-4)
-    learner.collector.reward = Flat(but=(0, 1))
+    learner.collector.asker = dataclasses.replace(learner.collector.asker, reward=Flat(but=(0, 1)))
     guard_of(learner)
     run(learner, 2)
     assert learner.metrics()["weights_moved"] == 1
@@ -191,7 +191,7 @@ def test_a_score_on_a_masked_token(monkeypatch):
     monkeypatch.setattr(shaping, "shape_rewards", on_the_last_token)
     learner = learner_of(dataclasses.replace(GRPO, train_stop=False))
     sampling = dataclasses.replace(learner.sampling, stop_ids=tuple(range(0, 259, 2)))
-    learner.collector.options = dataclasses.replace(learner.options, sampling=sampling)
+    learner.collector.asker = dataclasses.replace(learner.collector.asker, sampling=sampling)
     trip = tripped(learner)
     assert trip.name == "reward-sum"
     assert trip.samples

@@ -11,8 +11,8 @@ from short_runs import GRPO, GRPO_KL, PPO, REINFORCE, Evenness, guard_of, learne
 from rolecall.config.parts import OptimOptions
 from rolecall.config.training import SFTOptions
 from rolecall.policy.model import PolicyModel
+from rolecall.recipes.collect import trajectory_of
 from rolecall.recipes.records import Records
-from rolecall.recipes.sampling import trajectory_of
 from rolecall.recipes.sft import SFTLearner
 from rolecall.train.loop import Loop, LoopOptions
 from rolecall.train.optim import make_optimizer

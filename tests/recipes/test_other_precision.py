@@ -89,7 +89,7 @@ def test_in_one_precision_nothing_is_weighed_and_no_number_is_new():
 
 
 def test_the_weight_of_a_cut_episode_is_that_of_all_its_rows():
-    from rolecall.experience.joined import Joined
+    from rolecall.experience.batches import Joined
     from rolecall.recipes.replay import start_weights
 
     made = learner(**BF16)

@@ -299,7 +299,7 @@ def test_the_answers_of_replacements_have_their_own_random_numbers():
     learner = dynamic(lambda n: n % 2 == 0)
     seen = []
     inner = learner.engine.stream
-    learner.collector.engine.stream = lambda requests: seen.extend(requests) or inner(requests)
+    learner.engine.stream = lambda requests: seen.extend(requests) or inner(requests)
     learner.collect(0)
     assert [r.prompt for r in seen] == list(range(len(seen)))
     assert len(seen) > 4
@@ -331,8 +331,8 @@ def test_ranks_share_the_replacements():
         collector = both[i].collector
         collector.ranks = Ranks(number=i, count=2, all_sum=all_sum)
         seen = []
-        inner = collector.engine.stream
-        collector.engine.stream = lambda requests: seen.extend(requests) or inner(requests)
+        inner = both[i].engine.stream
+        both[i].engine.stream = lambda requests: seen.extend(requests) or inner(requests)
         found = collector.collect(0)
         return found, [r.prompt_ids for r in seen], collector.order.taken
 

@@ -4,6 +4,7 @@ Ranks are numbers that collectors are given: no process is started.
 """
 
 from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from rolecall.config.parts import ChatOptions
 from rolecall.config.training import SFTOptions
 from rolecall.jobs import evaluators
 from rolecall.policy.load import load
-from rolecall.recipes.collect import Answers
+from rolecall.recipes.collect import Answers, Asker
 from rolecall.rollout.native import NativeEngine
 from rolecall.rollout.scripted import ScriptedEngine
 from rolecall.tasks.env import Move
@@ -90,14 +91,19 @@ def test_ranks_share_out_what_one_process_would_ask(kind, policy):
         assert set.union(*numbers) == {t.group for t in whole.trajectories}
 
 
+def noting(asked):
+    """`Asker.ask`, which also notes the rows by their prompts' numbers."""
+    ask = Asker.ask
+    return lambda self, rows, **how: asked.update(rows) or ask(self, rows, **how)
+
+
 def test_ranks_share_out_what_they_ask_in_place_of_flat_groups(policy):
     """Every group is flat here, so each of two rounds asks for as many prompts again as there are."""
     each = torch.full((RANKS,), float(PROMPTS // RANKS), dtype=torch.float64)
     asked = {}
     for collector in collectors(Answers, policy, silent(), ROWS, all_sum=lambda x: each, **{"algorithm.resample": 2}):
-        ask = collector._ask
-        collector._ask = lambda rows, step, ask=ask: asked.update(rows) or ask(rows, step)
-        assert collector.collect(0).drawn.prompts == 2 * PROMPTS // RANKS
+        with mock.patch.object(Asker, "ask", noting(asked)):
+            assert collector.collect(0).drawn.prompts == 2 * PROMPTS // RANKS
     assert sorted(asked) == list(range(2 * PROMPTS)), "every prompt has a number of its own"
     (alone,) = collectors(Answers, policy, silent(), ROWS, ranks=1)
     assert [asked[number] for number in sorted(asked)] == alone.order.take(2 * PROMPTS)

@@ -605,21 +605,23 @@ def test_updates_say_where_a_replayed_answer_was_sampled(tmp_path):
 
 
 def test_a_learner_goes_on_exactly_with_its_buffer(tmp_path):
-    from rolecall.train.persist import read_checkpoint, write_checkpoint
+    from rolecall.train.persist import policy_files, read_checkpoint, write_checkpoint
 
     settings = {"replay.share": 0.5, "replay.sampler": "difficulty", "replay.solved_at": 0.5, "replay.max_uses": 2}
     whole = learner(**settings)
     run(whole, 3)
     write_checkpoint(
         tmp_path,
-        policy=whole.policy,
+        files=policy_files(whole.policy),
         module=whole.module,
         optimizer=whole.updater.optimizer,
         learner=whole.state_dict(),
         extra={},
     )
     again = learner(**settings)
-    state, _ = read_checkpoint(tmp_path, policy=again.policy, module=again.module, optimizer=again.updater.optimizer)
+    state, _ = read_checkpoint(
+        tmp_path, files=policy_files(again.policy), module=again.module, optimizer=again.updater.optimizer
+    )
     again.load_state_dict(state)
     assert run(whole, 3, start=3) == run(again, 3, start=3)
     assert same_bits(weights_of(whole), weights_of(again))

@@ -19,7 +19,7 @@ from rolecall.experience.stored import RolloutStore
 from rolecall.experience.updates import read_updates
 from rolecall.jobs import rl as job
 from rolecall.maths.roles import Verdict
-from rolecall.recipes.collect import StoredAnswers
+from rolecall.recipes.stored_answers import StoredAnswers
 from rolecall.rollout.native import NativeEngine
 from rolecall.train.ranks import Ranks
 

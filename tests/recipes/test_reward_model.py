@@ -17,17 +17,16 @@ from rolecall.jobs.models import start_reward_model
 from rolecall.maths.losses import bradley_terry
 from rolecall.policy.heads import Critic, RewardModel
 from rolecall.policy.load import load
-from rolecall.recipes.preferences import Pair
+from rolecall.recipes.rendering import Pair
 from rolecall.recipes.reward_model import (
     RewardModelLearner,
     calibration_error,
     centre,
     evaluate_reward_model,
     make_pairs,
-    read_checkpoint,
+    reward_model_files,
     save_reward_model,
     settings_of,
-    write_checkpoint,
 )
 from rolecall.rewards.model import RewardModelReward, score_ids
 from rolecall.rewards.records import Sample
@@ -37,6 +36,7 @@ from rolecall.train.exit_codes import ExitCode
 from rolecall.train.loop import Loop, LoopOptions
 from rolecall.train.manifest import RefusedCheckpointError
 from rolecall.train.optim import make_optimizer
+from rolecall.train.persist import read_checkpoint, write_checkpoint
 from rolecall.train.progress import Quiet
 from rolecall.train.rundir import RunDir
 from rolecall.train.state import NotFinite
@@ -223,6 +223,11 @@ def test_a_model_that_is_as_right_as_it_is_sure_has_no_error():
     assert calibration_error(-margins) == pytest.approx(0.5, abs=1e-7)
 
 
+def kept(model):
+    """How the model is kept in a checkpoint."""
+    return {"files": reward_model_files(model, settings_of(PLAIN)), "module": model}
+
+
 def test_k_steps_a_checkpoint_and_the_rest_are_the_same_as_all_steps(tmp_path):
     options = RMOptions(batch=2, steps=4, optim=OptimOptions(lr=1e-3, warmup_steps=2, schedule="linear"))
 
@@ -237,15 +242,14 @@ def test_k_steps_a_checkpoint_and_the_rest_are_the_same_as_all_steps(tmp_path):
     run(learner, 0, 2)
     write_checkpoint(
         tmp_path,
-        model=first,
-        settings=settings_of(PLAIN),
+        **kept(first),
         optimizer=learner.updater.optimizer,
         learner=learner.state_dict(),
         extra={"step": 2},
     )
     second = reward_model(std=0.0)
     learner = learner_of(second, options, UNEVEN)
-    state, extra = read_checkpoint(tmp_path, model=second, optimizer=learner.updater.optimizer)
+    state, extra = read_checkpoint(tmp_path, **kept(second), optimizer=learner.updater.optimizer)
     learner.load_state_dict(state)
     run(learner, extra["step"], 4)
     wanted = straight.state_dict()
@@ -260,8 +264,7 @@ def test_a_run_of_the_loop_leaves_numbers_and_a_reward_model_behind(tmp_path):
     def write(directory, extra):
         write_checkpoint(
             directory,
-            model=model,
-            settings=settings_of(options.chat),
+            **kept(model),
             optimizer=learner.updater.optimizer,
             learner=learner.state_dict(),
             extra=extra,
@@ -291,10 +294,10 @@ def test_a_run_of_the_loop_leaves_numbers_and_a_reward_model_behind(tmp_path):
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     model = reward_model()
     optimizer = make_optimizer(model, OptimOptions())
-    write_checkpoint(tmp_path, model=model, settings=settings_of(PLAIN), optimizer=optimizer, learner={}, extra={})
+    write_checkpoint(tmp_path, **kept(model), optimizer=optimizer, learner={}, extra={})
     model.head.weight = torch.nn.Parameter(torch.zeros(1, 64))
     with pytest.raises(RefusedCheckpointError, match=r"head\.weight is \(1, 128\) there and \(1, 64\) here"):
-        read_checkpoint(tmp_path, model=model, optimizer=optimizer)
+        read_checkpoint(tmp_path, **kept(model), optimizer=optimizer)
 
 
 def test_broken_weights_are_not_saved(tmp_path):
@@ -303,8 +306,7 @@ def test_broken_weights_are_not_saved(tmp_path):
     with pytest.raises(NotFinite, match=r"head\.weight is not finite"):
         write_checkpoint(
             tmp_path / "new",
-            model=model,
-            settings=settings_of(PLAIN),
+            **kept(model),
             optimizer=make_optimizer(model, OptimOptions()),
             learner={},
             extra={},

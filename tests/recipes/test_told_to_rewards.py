@@ -8,8 +8,8 @@ from rolecall.config.merge import make
 from rolecall.config.training import BestOfNOptions, ExpertIterationOptions
 from rolecall.policy.load import load
 from rolecall.policy.model import PolicyModel
-from rolecall.recipes.ask import Asker
 from rolecall.recipes.best_of_n import BestOfN
+from rolecall.recipes.collect import Asker
 from rolecall.recipes.expert_iteration import ExpertIterationLearner
 from rolecall.rollout.scripted import ScriptedEngine
 from rolecall.tasks.rows import ListRows

@@ -7,7 +7,7 @@ from typing import Any
 from rolecall.agents.distil import Attempt, Distil, chosen
 from rolecall.agents.lessons import LessonPool, Read
 from rolecall.agents.played import Side
-from rolecall.config.lessons import LessonOptions
+from rolecall.config.agents import LessonOptions
 from rolecall.train.ranks import Ranks
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from rolecall.agents.played import Side
 from rolecall.policy.load import LoadedModel
-from rolecall.recipes.credit import TURN_MARKS, TURN_REWARDS, TURN_STATES
-from rolecall.recipes.sampling import answer_text
+from rolecall.recipes.collect import answer_text
+from rolecall.recipes.prepare import TURN_MARKS, TURN_REWARDS, TURN_STATES
 from rolecall.remote.plain import PlainServer
 from rolecall.rollout.engine import Engine, in_order
 from rolecall.tasks.env import Message

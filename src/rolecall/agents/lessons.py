@@ -13,7 +13,7 @@ from typing import Any
 
 from rolecall.agents.bm25 import ranked, words_of
 from rolecall.agents.played import Lesson
-from rolecall.config.lessons import LessonOptions
+from rolecall.config.agents import LessonOptions
 
 _ALIKE = 0.8
 """Words in common / words of both, from which two lessons are the same."""

@@ -20,7 +20,7 @@ from rolecall.agents.played import Played, PlayedTurn, Wanted
 from rolecall.agents.pool import Envs, Failure
 from rolecall.agents.replies import Reply
 from rolecall.config.agents import AgentOptions
-from rolecall.policy.row_template import template_kwargs, tools_of
+from rolecall.policy.chat_template import template_kwargs, tools_of
 from rolecall.rollout.engine import Engine
 from rolecall.rollout.stops import Ticket
 from rolecall.types import Completion, Finish, Request, Sampling

@@ -21,53 +21,80 @@ from rolecall.errors import UserError
 _ERROR, _USAGE, _INTERRUPTED = 1, 2, 130
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `rolecall` with these arguments and return its exit code."""
-    return _answer(argv) if argv is not None else watched(lambda: _answer(None))
-
-
-def _answer(argv: Sequence[str] | None) -> int:
+def main(argv: Sequence[str] | None = None, *, own_process: bool = False) -> int:
+    """Run `rolecall` with these arguments and return its exit code; without arguments, those of the process."""
+    if argv is None:
+        return watched(lambda: main(sys.argv[1:], own_process=True))
     # Threads that spin while they wait make a busy machine many times slower; read when torch is loaded, later.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # torch writes C++ frames when a peer is lost; a sentence of ours says it
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    words = list(sys.argv[1:] if argv is None else argv)
-    _make_printable(sys.stdout)
-    _make_printable(sys.stderr)
-    command = None
-    try:
+    words = list(argv)
+    with _Ending(own_process=own_process) as ending:
         if not words or words[0] in ("-h", "--help", "help"):
             print(_overview())
-            code = 0
         elif words[0] in ("-V", "--version"):
             print(f"rolecall {rolecall.__version__}")
-            code = 0
         else:
-            command = _command(words[0])
-            code = _run(command, words[1:])
+            command = ending.command = _command(words[0])
+            options = _options(command, words[1:])
+            if options is not None:
+                run = imported(command.run)
+                gc.freeze()  # modules stay: collections need not search them
+                if command.trains:
+                    from rolecall.cli.train import display, finish
+
+                    result = finish(run(options, progress=display(quiet=options.quiet)), options)
+                else:
+                    result = run(options)
+                ending.code = int(result) if isinstance(result, int) and not isinstance(result, bool) else 0
         sys.stdout.flush()
-        return code
-    except UserError as error:
-        for line in str(error).splitlines():
-            _say(line, command)
-        return error.exit_code
-    except KeyboardInterrupt:
-        _say("interrupted", command)
-        return _INTERRUPTED
-    except BrokenPipeError:  # who read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _ERROR
-    except Exception as error:
-        if (why := _system_refused(error)) is not None:
-            _say(why, command)
-            if argv is None:  # libraries that were refused memory may crash as they are unloaded
+    return ending.code
+
+
+class _Ending:
+    """How a command ends: an error becomes a sentence on stderr and an exit code."""
+
+    def __init__(self, *, own_process: bool) -> None:
+        self.code, self._own_process = 0, own_process
+        self.command: Command | None = None
+
+    def __enter__(self) -> "_Ending":
+        _make_printable(sys.stdout)
+        _make_printable(sys.stderr)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if error is None:
+            return False
+        if isinstance(error, UserError):
+            for line in str(error).splitlines():
+                self._say(line)
+            self.code = error.exit_code
+        elif isinstance(error, KeyboardInterrupt):
+            self._say("interrupted")
+            self.code = _INTERRUPTED
+        elif isinstance(error, BrokenPipeError):  # who read our output has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self.code = _ERROR
+        elif not isinstance(error, Exception):
+            return False
+        elif (why := _system_refused(error)) is not None:
+            self._say(why)
+            self.code = _ERROR
+            if self._own_process:  # libraries that were refused memory may crash as they are unloaded
                 sys.stdout.flush()
                 os._exit(_ERROR)
-            return _ERROR
-        traceback.print_exc()
-        _say("this is a bug; please report it with the lines above and what `rolecall env` prints", command)
-        return _ERROR
+        else:
+            traceback.print_exception(error)
+            self._say("this is a bug; please report it with the lines above and what `rolecall env` prints")
+            self.code = _ERROR
+        return True
+
+    def _say(self, sentence: str) -> None:
+        named = f" {self.command.name}" if self.command else ""
+        print(f"rolecall{named}: {sentence}", file=sys.stderr, flush=True)
 
 
 def _system_refused(error: Exception) -> str | None:
@@ -81,7 +108,8 @@ def _system_refused(error: Exception) -> str | None:
     return None
 
 
-def _run(command: Command, words: Sequence[str]) -> int:
+def _options(command: Command, words: Sequence[str]) -> Any:
+    """What the words ask for; None if that was --help or --dry-run, which are answered here."""
     from rolecall.config.flags import parse
     from rolecall.config.preflight import check_address_space, check_paths
     from rolecall.config.resume import rewritten
@@ -95,7 +123,7 @@ def _run(command: Command, words: Sequence[str]) -> int:
 
         width = min(120, shutil.get_terminal_size((100, 24)).columns)
         print(help_text(command.name, schema(options), presets=tuple(presets), about=line.help, width=width))
-        return 0
+        return None
     resolved = _resolve(options, presets, line)
     if line.dry_run:
         from rolecall.config.show import resolved_yaml
@@ -103,14 +131,11 @@ def _run(command: Command, words: Sequence[str]) -> int:
         print(resolved_yaml(resolved), end="")
         if hasattr(options, "plan"):
             print(f"\n{resolved.options.plan()}")
-        return 0
+        return None
     check_paths(resolved.options)
     if not command.light:
         check_address_space()
-    run = imported(command.run)
-    gc.freeze()  # modules stay: collections need not search them
-    result = run(resolved.options)
-    return int(result) if isinstance(result, int) and not isinstance(result, bool) else 0
+    return resolved.options
 
 
 def _resolve(options: type, presets: Any, line: Any) -> Any:
@@ -156,10 +181,6 @@ def _overview() -> str:
             "`rolecall COMMAND --help` lists its options; `rolecall --version` says which version this is.",
         ]
     )
-
-
-def _say(sentence: str, command: Command | None) -> None:
-    print(f"rolecall{f' {command.name}' if command else ''}: {sentence}", file=sys.stderr, flush=True)
 
 
 def _make_printable(stream: TextIO) -> None:

@@ -21,10 +21,13 @@ class Command:
     """Takes the options and does the work. An int that it returns is the exit code; anything else is 0."""
     light: bool = False
     """True if it loads no model."""
+    trains: bool = False
+    """True if it makes a run: it shows progress, and `cli.train` says what came out."""
 
 
 def _trains(name: str, about: str, options: str) -> Command:
-    return Command(name=name, about=about, options=f"rolecall.config.{options}", run="rolecall.cli.train:run")
+    run = "rolecall.jobs.running:run"
+    return Command(name=name, about=about, options=f"rolecall.config.{options}", run=run, trains=True)
 
 
 def _uses(name: str, about: str, options: str, run: str, *, light: bool = False) -> Command:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from rolecall.config.agents import AGENT_FLAG, AgentOptions
+from rolecall.config.agents import AGENT_FLAG, AgentOptions, LessonOptions
 from rolecall.config.algorithm import COMPARING as COMPARING
 from rolecall.config.algorithm import KL_IN_REWARD as KL_IN_REWARD
 from rolecall.config.algorithm import AlgorithmOptions as AlgorithmOptions
@@ -12,7 +12,6 @@ from rolecall.config.experience import ReplayOptions, StoreOptions
 from rolecall.config.foreign import Foreign
 from rolecall.config.foreign_trl import TRL
 from rolecall.config.foreign_verl import VERL
-from rolecall.config.lessons import LessonOptions
 from rolecall.config.memory import memory_line
 from rolecall.config.parts import SERVED_ONLY, AnsweringOptions, TrainingOptions
 from rolecall.config.plan import logits_line, passes_line, ranks_line

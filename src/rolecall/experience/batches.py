@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
+from functools import cached_property
+from hashlib import sha256
+from itertools import chain, islice
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rolecall.experience.supports import flat_supports
 from rolecall.maths.roles import Role, Verdict
 from rolecall.policy.packing import micro_batches as micro_batches
 from rolecall.types import Batch, Supports, Trajectory
@@ -139,3 +140,99 @@ def _filled(name: str, tensor: Tensor | None, rows: int, time: int, *, like: Ten
 def as_numpy(tensor: Tensor, dtype: torch.dtype) -> NDArray:
     """A tensor's values, wherever it lives."""
     return tensor.detach().to("cpu", dtype).numpy()
+
+
+class Joined:
+    """Which rows belong together, and who is compared with whom: the agents of one name in a group."""
+
+    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
+        names: dict[tuple[int, str, int], list[int]] = {}
+        for row, t in enumerate(trajectories):
+            names.setdefault((t.group, t.agent, t.episode), []).append(row)
+        self.rows = list(names.values())
+        """The rows of each sequence, in order."""
+        self._trajectories = trajectories
+        self._lengths = [len(t.ids) for t in trajectories]
+        compared = list(dict.fromkeys((group, agent) for group, agent, _ in names))
+        one_agent = len({group for group, _ in compared}) == len(compared)
+        groups = [group if one_agent else compared.index((group, agent)) for group, agent, _ in names]
+        self.groups = torch.tensor(groups)
+        """[sequences] equal numbers are compared with each other."""
+        self.cut = len(self.rows) < len(trajectories)
+        """True if some sequence has several rows."""
+        self.plain = not self.cut and one_agent
+        """True if every row is a sequence of its own, and all sequences of a group are compared."""
+
+    @cached_property
+    def index(self) -> Tensor:
+        """[batch] the sequence of each row."""
+        index = torch.zeros(len(self._trajectories), dtype=torch.long)
+        for number, rows in enumerate(self.rows):
+            index[rows] = number
+        return index
+
+    @cached_property
+    def names(self) -> Tensor:
+        """[batch] the same, in numbers that stay the same in another batch."""
+        return torch.tensor([_number(t) for t in self._trajectories])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def first(self, per_row: Tensor) -> Tensor:
+        """[sequences] what the first row of each says."""
+        return per_row[[rows[0] for rows in self.rows]] if self.cut else per_row
+
+    def last(self, per_row: Tensor) -> Tensor:
+        """[sequences] what the last row of each says."""
+        return per_row[[rows[-1] for rows in self.rows]] if self.cut else per_row
+
+    def join(self, per_position: Tensor) -> Tensor:
+        """[batch, time] -> [sequences, longer time], 0 after the end."""
+        if not self.cut:
+            return per_position
+        width = max(sum(self._lengths[row] for row in rows) for rows in self.rows)
+        out = per_position.new_zeros(len(self), max(width, per_position.shape[1]))
+        for number, rows in enumerate(self.rows):
+            pieces = torch.cat([per_position[row, : self._lengths[row]] for row in rows])
+            out[number, : len(pieces)] = pieces
+        return out
+
+    def split(self, per_sequence: Tensor, width: int) -> Tensor:
+        """Back: [sequences, longer time] -> [batch, width], 0 after the end; [sequences] -> [batch]."""
+        if not self.cut:
+            return per_sequence
+        if per_sequence.dim() == 1:
+            return per_sequence[self.index]
+        out = per_sequence.new_zeros(len(self.index), width)
+        for number, rows in enumerate(self.rows):
+            start = 0
+            for row in rows:
+                out[row, : self._lengths[row]] = per_sequence[number, start : start + self._lengths[row]]
+                start += self._lengths[row]
+        return out
+
+    def batch(self, batch: Batch) -> Batch:
+        """Sequences in the place of rows, and `groups` of those that are compared. A plain batch comes back as it is."""
+        if self.plain:
+            return batch
+        fields = {n: self.first(x) if x.dim() == 1 else self.join(x) for n, x in batch.tensors()}
+        return replace(batch, **{**fields, "groups": self.groups, "episodes": None, "supports": None})  # type: ignore[arg-type]
+
+
+def _number(t: Trajectory) -> int:
+    return int.from_bytes(sha256(f"{t.group}/{t.agent}/{t.episode}".encode()).digest()[:7])
+
+
+def flat_supports(rows: Sequence[tuple[bytes, ...] | None], lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """`supports` of trajectories of these lengths, end to end: all ids, and how many each token has."""
+    tokens = [part for row, n in zip(rows, lengths, strict=True) for part in ((b"",) * n if row is None else row)]
+    return np.frombuffer(b"".join(tokens), np.int32), np.array([len(part) // 4 for part in tokens], np.int64)
+
+
+def split_supports(ids: np.ndarray, counts: np.ndarray, lengths: Sequence[int]) -> list[tuple[bytes, ...] | None]:
+    """Back; None where nothing of a row was cut."""
+    held, ends = ids.astype(np.int32).tobytes(), (4 * counts.cumsum()).tolist()
+    tokens = iter([held[start:end] for start, end in zip([0, *ends], ends, strict=False)])
+    rows = [tuple(islice(tokens, n)) for n in lengths]
+    return [row if any(row) else None for row in rows]

@@ -227,6 +227,16 @@ class Ragged:
             start += length
         return rows
 
+    def arrays(self) -> list[NDArray | None]:
+        """Each row as an array; None where there is none."""
+        parts = np.split(self.values, np.cumsum(self.lengths)[:-1])
+        return [part if present else None for part, present in zip(parts, self.present, strict=True)]
+
+    def sums(self, values: NDArray) -> NDArray:
+        """The sum over each row of numbers that stand end to end as the rows do."""
+        owner = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        return np.bincount(owner, weights=values, minlength=len(self.lengths))
+
     def rectangle(self, time: int, fill: float) -> NDArray:
         """As [rows, time], `fill` after each row's end."""
         out = np.full((len(self.lengths), time), fill, self.values.dtype)

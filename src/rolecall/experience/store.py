@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rolecall.experience.batches import as_numpy
+from rolecall.experience.batches import as_numpy, flat_supports, split_supports
 from rolecall.experience.parquet import (
     CODES,
     FLOATS,
@@ -34,7 +34,6 @@ from rolecall.experience.parquet import (
 )
 from rolecall.experience.rollout_schema import COMPUTED, PIECES, PINNED, UNCUT
 from rolecall.experience.rollout_schema import ROLLOUTS as ROLLOUTS
-from rolecall.experience.supports import flat_supports, split_supports
 from rolecall.maths.roles import Role, Verdict
 from rolecall.types import Batch, Finish, Sampling, Trajectory
 

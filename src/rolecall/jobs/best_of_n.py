@@ -13,8 +13,8 @@ from rolecall.jobs.data import check_prompts, open_reward, prompt_rows
 from rolecall.jobs.models import fingerprint, open_model, sampler
 from rolecall.jobs.running import Run, train
 from rolecall.policy.load import reading
-from rolecall.recipes.ask import Asker
 from rolecall.recipes.best_of_n import BestOfN
+from rolecall.recipes.collect import Asker
 from rolecall.tasks.names import is_task
 from rolecall.tasks.sources import RowsSource
 from rolecall.tasks.streams import head

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 from rolecall.policy.compiling import compile_layers
 from rolecall.policy.device import set_tf32
-from rolecall.policy.load import LoadedModel, save, save_about
+from rolecall.policy.load import LoadedModel, save
 from rolecall.policy.lora import export, export_parts, has_adapter
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.sharded import is_sharded
@@ -20,8 +20,15 @@ from rolecall.train.learner import Learner
 from rolecall.train.loop import LoopOptions
 from rolecall.train.optim import make_optimizer
 from rolecall.train.parts import Parts
-from rolecall.train.persist import has_parts, read_checkpoint, read_parts, write_checkpoint, write_parts
-from rolecall.train.ranks import Ranks
+from rolecall.train.persist import (
+    ModelFiles,
+    has_parts,
+    policy_files,
+    read_checkpoint,
+    read_parts,
+    write_checkpoint,
+    write_parts,
+)
 from rolecall.train.reference import Reference
 from rolecall.train.rundir import RunDir
 from rolecall.train.step import Updater
@@ -129,54 +136,49 @@ def _settle(job: Job, modules: list[torch.nn.Module]) -> None:
 
 
 def build_policy(
-    learner: Learner,
-    loop: LoopOptions,
-    *,
-    policy: LoadedModel,
-    module: PolicyModel,
-    optimizer: Any,
-    ranks: Ranks,
-    **more: Any,
+    learner: Learner, loop: LoopOptions, *, policy: LoadedModel, module: PolicyModel, updater: Updater, **more: Any
 ) -> Built:
     """The parts of a job that trains a policy."""
 
-    def refreshed() -> Mapping[str, Any]:
-        return getattr(learner, "refreshed", None) or {}
-
-    parts = parts_of(module, optimizer, ranks, refreshed)
-
-    def write(directory: Path, extra: dict[str, Any]) -> None:
-        state = learner.state_dict()
-        if parts is not None:
-            save_about(policy, directory)
-            write_parts(directory, parts, learner=state, extra=extra)
-        else:
-            write_checkpoint(directory, policy=policy, module=module, optimizer=optimizer, learner=state, extra=extra)
-
-    def read(directory: Path) -> dict[str, Any]:
-        if has_parts(directory):
-            state, extra = read_parts(directory, parts or Parts(module, optimizer, ranks, refreshed))
-        else:
-            state, extra = read_checkpoint(directory, policy=policy, module=module, optimizer=optimizer)
-        learner.load_state_dict(state)
-        return extra
-
     def save_model(directory: Path | None) -> None:
-        if parts is not None:
+        if is_sharded(module):
             export_parts(policy, directory)
         elif directory is not None:
             (export if has_adapter(policy) else save)(policy, directory)
 
-    return Built(
-        learner=learner, loop=loop, write=write, read=read, save_model=save_model, module=module, parts=parts, **more
-    )
+    more |= {"module": module, "updater": updater, "files": policy_files(policy), "save_model": save_model}
+    return build_model(learner, loop, **more)
 
 
-def parts_of(
-    module: torch.nn.Module, optimizer: Any, ranks: Ranks, more: Callable[[], Mapping[str, Any]] = dict
-) -> Parts | None:
-    """What of a run lies in parts on all ranks; None if nothing does. `more` as in `Parts`."""
-    return Parts(module, optimizer, ranks, more) if is_sharded(module) else None
+def build_model(
+    learner: Learner, loop: LoopOptions, *, module: torch.nn.Module, updater: Updater, files: ModelFiles, **more: Any
+) -> Built:
+    """The parts of a job that trains a model which `files` writes and reads."""
+    optimizer = updater.optimizer
+
+    def refreshed() -> Mapping[str, Any]:
+        return getattr(learner, "refreshed", None) or {}
+
+    sharded = Parts(module, optimizer, updater.ranks, refreshed)
+    parts = sharded if is_sharded(module) else None
+
+    def write(directory: Path, extra: dict[str, Any]) -> None:
+        state = learner.state_dict()
+        if parts is not None:
+            files.about(directory)
+            write_parts(directory, parts, learner=state, extra=extra)
+        else:
+            write_checkpoint(directory, files=files, module=module, optimizer=optimizer, learner=state, extra=extra)
+
+    def read(directory: Path) -> dict[str, Any]:
+        if has_parts(directory):
+            state, extra = read_parts(directory, sharded)
+        else:
+            state, extra = read_checkpoint(directory, files=files, module=module, optimizer=optimizer)
+        learner.load_state_dict(state)
+        return extra
+
+    return Built(learner=learner, loop=loop, write=write, read=read, module=module, parts=parts, **more)
 
 
 def loop_options(options: Any, *, main: str, lower: bool = False) -> LoopOptions:

@@ -16,8 +16,8 @@ from rolecall.config.rewards import RewardProcessOptions
 from rolecall.errors import UserError
 from rolecall.jobs.building import Job, shard_frozen
 from rolecall.jobs.models import reward_of_model
+from rolecall.policy.chat_template import template_kwargs
 from rolecall.policy.load import LoadedModel
-from rolecall.policy.row_template import template_kwargs
 from rolecall.recipes.rendering import demonstration_kind, rendered_prompt
 from rolecall.rewards.joined import joined
 from rolecall.rewards.pool import RewardPool

@@ -70,8 +70,7 @@ def build(job: Job) -> Built:
         loop_options(options, main="reward" if answers is not None else "rewards/accuracies"),
         policy=policy,
         module=module,
-        optimizer=updater.optimizer,
-        ranks=updater.ranks,
+        updater=updater,
         evaluate=None if held is None else partial(_evaluate, learner, held, answers),
         prompts=style_of(rows),
     )

@@ -11,8 +11,7 @@ from rolecall.jobs.models import fingerprint, open_policy, sampler
 from rolecall.jobs.prompting import style_of
 from rolecall.jobs.running import Run, train
 from rolecall.policy.model import PolicyModel
-from rolecall.recipes.ask import Asker
-from rolecall.recipes.collect import run_state
+from rolecall.recipes.collect import Asker, run_state
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.expert_iteration import ExpertIterationLearner
 from rolecall.tasks.sources import RowsSource
@@ -85,8 +84,7 @@ def build(job: Job) -> Built:
         loop_options(options, main="reward"),
         policy=policy,
         module=module,
-        optimizer=updater.optimizer,
-        ranks=updater.ranks,
+        updater=updater,
         evaluate=evaluate,
         watch_run=partial(setattr, learner, "run"),
         prompts=style_of(found.train),

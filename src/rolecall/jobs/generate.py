@@ -15,11 +15,11 @@ from rolecall.jobs.arguments import options_of
 from rolecall.jobs.data import prompt_rows
 from rolecall.jobs.models import open_model
 from rolecall.jobs.prompting import Prompting, prompting_of
+from rolecall.policy.chat_template import template_kwargs
 from rolecall.policy.load import LoadedModel, reading
 from rolecall.policy.render import render
-from rolecall.policy.row_template import template_kwargs
 from rolecall.policy.token_text import token_texts
-from rolecall.recipes.sampling import trajectory_of
+from rolecall.recipes.collect import trajectory_of
 from rolecall.rollout.engine import check_requests
 from rolecall.rollout.native import NativeEngine
 from rolecall.rollout.open import open_engine

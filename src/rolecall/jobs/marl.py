@@ -14,13 +14,13 @@ from rolecall.jobs.running import Run, train
 from rolecall.marl.envs import open_envs
 from rolecall.marl.nets import save_agents
 from rolecall.marl.ppo import ActorCritic
-from rolecall.recipes.marl import PPOLearner, QLearner, networks
-from rolecall.recipes.marl_records import EpisodeRecords
+from rolecall.recipes.marl import EpisodeRecords, PPOLearner, QLearner, networks
 from rolecall.train.callbacks import Given
 from rolecall.train.manifest import RefusedCheckpointError
 from rolecall.train.optim import make_optimizer
+from rolecall.train.persist import load_optimizer
 from rolecall.train.progress import Progress
-from rolecall.train.state import NotFinite, first_non_finite, read_state, write_state
+from rolecall.train.state import check_finite, read_state, write_state
 from rolecall.train.step import Updater
 
 _STATE = "trainer"
@@ -104,19 +104,14 @@ def _checkpoints(module: torch.nn.Module, optimizer: Any, learner: PPOLearner | 
     """What writes a checkpoint, and what reads it back."""
 
     def write(directory: Path, extra: dict[str, Any]) -> None:
-        bad = first_non_finite(dict(module.named_parameters()))
-        if bad is not None:
-            raise NotFinite(f"{bad} is not finite: this checkpoint was not written, the last one is good")
+        check_finite(module)
         state = {"module": dict(module.state_dict()), "optimizer": optimizer.state_dict()}
         write_state(directory, _STATE, {**state, "learner": learner.state_dict(), "extra": extra})
 
     def read(directory: Path) -> dict[str, Any]:
         state = read_state(directory, _STATE)
         _load(module, state["module"], directory)
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        optimizer.load_state_dict(state["optimizer"])
-        for group, own in zip(optimizer.param_groups, settings, strict=True):
-            group.update(own)  # a resumed run may have other settings
+        load_optimizer(optimizer, state["optimizer"])
         try:
             learner.load_state_dict(state["learner"])
         except (KeyError, ValueError) as error:

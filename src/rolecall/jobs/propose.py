@@ -25,8 +25,8 @@ from rolecall.jobs.arguments import options_of
 from rolecall.jobs.models import open_model, sampler
 from rolecall.jobs.prompting import prompting_of
 from rolecall.policy.load import LoadedModel, reading
+from rolecall.recipes.collect import answer_text
 from rolecall.recipes.rendering import rendered_prompt
-from rolecall.recipes.sampling import answer_text
 from rolecall.remote.plain import PlainServer
 from rolecall.rollout.engine import in_order
 from rolecall.tasks.streams import head

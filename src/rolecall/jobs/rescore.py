@@ -16,7 +16,7 @@ from rolecall.config.given import GIVEN, GivenObject
 from rolecall.config.parts import HeldOutOptions
 from rolecall.config.use import RescoreOptions
 from rolecall.errors import UserError
-from rolecall.experience.joined import Joined
+from rolecall.experience.batches import Joined
 from rolecall.experience.parquet import StoreError
 from rolecall.experience.places import Place, is_address
 from rolecall.experience.store import RolloutDetails, Rollouts, write_rollouts
@@ -26,8 +26,8 @@ from rolecall.jobs.agents import env_source, episode_rows
 from rolecall.jobs.arguments import options_of
 from rolecall.jobs.data import open_reward, prompt_rows
 from rolecall.jobs.notebook import spoken
+from rolecall.recipes.collect import as_completion
 from rolecall.recipes.records import as_json
-from rolecall.recipes.sampling import as_completion
 from rolecall.rewards.records import Reward, Sample, Scored, trainer_state
 from rolecall.tasks.names import is_task
 from rolecall.tasks.rows import Rows

@@ -22,12 +22,12 @@ from rolecall.jobs.agents import (
     episode_rows,
     open_arena,
     open_envs,
+    open_lessons,
     open_turn_judge,
     try_out,
 )
 from rolecall.jobs.building import Built, Job, build_policy, loop_options, prepared
 from rolecall.jobs.data import PromptRows, check_prompts, open_judge, open_training_reward, prompt_rows, steps_of
-from rolecall.jobs.lessons import open_lessons
 from rolecall.jobs.models import as_served, engine_dtype, fingerprint, open_policy, open_reward_model, samplers
 from rolecall.jobs.prompting import style_of
 from rolecall.jobs.running import Run, train
@@ -37,11 +37,12 @@ from rolecall.policy.lora import has_adapter, merged
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.token_text import token_bytes
 from rolecall.recipes.ahead import Ahead, InOrder, Lane
-from rolecall.recipes.collect import Answers, Collector, OfRows, StoredAnswers, Unasked, run_state
+from rolecall.recipes.collect import Answers, Collector, OfRows, run_state
 from rolecall.recipes.evaluate import Evaluator
 from rolecall.recipes.guard import Guard
 from rolecall.recipes.records import Records
 from rolecall.recipes.rl import RLLearner, engine_weights
+from rolecall.recipes.stored_answers import StoredAnswers, Unasked
 from rolecall.rewards.records import Reward
 from rolecall.rollout.engine import Engine, warn_if_support_is_cut
 from rolecall.rollout.native import NativeEngine
@@ -152,8 +153,7 @@ def build(job: Job) -> Built:
         loop_options(options, main="reward"),
         policy=policy,
         module=module,
-        optimizer=updater.optimizer,
-        ranks=updater.ranks,
+        updater=updater,
         evaluate=_evaluator(job, asked, parts, arena, **watched),
         watch_run=record,
         finish=lambda run: None if mirror is None else mirror.finish(),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.config.training import RMOptions
-from rolecall.jobs.building import Built, Job, loop_options, parts_of, prepared
+from rolecall.jobs.building import Built, Job, build_model, loop_options, prepared
 from rolecall.jobs.data import preferences, steps_of
 from rolecall.jobs.models import start_reward_model
 from rolecall.jobs.running import Run, train
@@ -15,15 +15,12 @@ from rolecall.recipes.reward_model import (
     centre,
     evaluate_reward_model,
     make_pairs,
-    read_checkpoint,
+    reward_model_files,
     save_reward_model,
     settings_of,
-    write_checkpoint,
 )
 from rolecall.tasks.sources import RowsSource
 from rolecall.train.callbacks import Given
-from rolecall.train.parts import Parts
-from rolecall.train.persist import has_parts, read_parts, write_parts
 from rolecall.train.progress import Progress
 
 _log = logging.getLogger("rolecall")
@@ -61,29 +58,6 @@ def build(job: Job) -> Built:
     updater = prepared(model, job)
     learner = RewardModelLearner(options, updater=updater, pairs=pairs.pairs)
 
-    parts = parts_of(model, updater.optimizer, updater.ranks)
-
-    def write(directory: Path, extra: dict[str, Any]) -> None:
-        if parts is not None:
-            write_parts(directory, parts, learner=learner.state_dict(), extra=extra)
-            return
-        write_checkpoint(
-            directory,
-            model=model,
-            settings=settings_of(options.chat),
-            optimizer=updater.optimizer,
-            learner=learner.state_dict(),
-            extra=extra,
-        )
-
-    def read(directory: Path) -> dict[str, Any]:
-        if has_parts(directory):
-            state, extra = read_parts(directory, parts or Parts(model, updater.optimizer, updater.ranks))
-        else:
-            state, extra = read_checkpoint(directory, model=model, optimizer=updater.optimizer)
-        learner.load_state_dict(state)
-        return extra
-
     def save_model(directory: Path | None) -> None:
         settings = settings_of(options.chat, offset=centre(model, pairs.pairs, token_budget=budget))
         save_reward_model(model, directory, settings)
@@ -92,13 +66,12 @@ def build(job: Job) -> Built:
         assert held is not None
         return evaluate_reward_model(model, held, token_budget=budget, ranks=updater.ranks)
 
-    return Built(
-        learner=learner,
-        loop=loop_options(options, main="accuracy"),
-        write=write,
-        read=read,
-        save_model=save_model,
+    return build_model(
+        learner,
+        loop_options(options, main="accuracy"),
         module=model,
-        parts=parts,
+        updater=updater,
+        files=reward_model_files(model, settings_of(options.chat)),
+        save_model=save_model,
         evaluate=evaluate if held else None,
     )

@@ -5,8 +5,8 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -139,16 +139,44 @@ def run(
     `build` makes the run's parts; that of the command's own module if not given.
     """
     check_callbacks(callbacks)
+    if progress is None:
+        progress = Quiet() if options.quiet else spoken()
+    options = _as_started(options)
+    with _processes(options) as (accelerator, peers):
+        if not accelerator.is_main_process:
+            progress = Quiet()
+        with ExitStack() as stack:
+            timer = Timer(watcher=progress)
+            job = Job(options=options, accelerator=accelerator, timer=timer, stack=stack, functions=functions or {})
+            build = build or import_module(f"rolecall.jobs.{options.command.replace('-', '_')}").build
+            started = _start(job, build, progress, peers, callbacks)
+            outcome = started.loop.go(start=started.step, title=f"{options.command} in {started.path}")
+            ended = _finish(started, outcome)
+        del job, started  # wrapped models hold the process group, and hang if they outlive it
+        if accelerator.is_main_process:
+            report_at_the_end(ended.path)
+        if ended.outcome.dropped:
+            peers.leave(ended.outcome.exit_code, ended.outcome.reason)
+        else:
+            accelerator.wait_for_everyone()  # a launcher ends all processes when one exits with an error
+    return ended
+
+
+def _as_started(options: Any) -> Any:
+    """The options of this start, once what it needs is known to be there."""
     if options.view:
         check_view()
     if options.extend:
         passes = {"epochs": None} if options.either else {}
         options = replace(options, steps=options.steps + options.extend, **passes)
-    if progress is None:
-        progress = Quiet() if options.quiet else spoken()
     check_address_space()
     refuse_accelerate()
-    options = replace(options, device=open_device("cpu" if options.command == "marl" else options.device))
+    return replace(options, device=open_device("cpu" if options.command == "marl" else options.device))
+
+
+@contextmanager
+def _processes(options: Any) -> Iterator[tuple[Accelerator, Peers]]:
+    """The processes of the job, joined; when one fails, the others are told why."""
     store = join(options.rank_timeout)
     before = open_sockets()
     accelerator = _accelerator(options, store)
@@ -158,20 +186,8 @@ def run(
         timeout=options.rank_timeout,
         sockets=open_sockets() - before,
     )
-    if not accelerator.is_main_process:
-        progress = Quiet()
     try:
-        with ExitStack() as stack:
-            timer = Timer(watcher=progress)
-            job = Job(options=options, accelerator=accelerator, timer=timer, stack=stack, functions=functions or {})
-            build = build or import_module(f"rolecall.jobs.{options.command.replace('-', '_')}").build
-            ended = _run(job, build, progress, peers, callbacks)
-        if accelerator.is_main_process:
-            report_at_the_end(ended.path)
-        if ended.outcome.dropped:
-            peers.leave(ended.outcome.exit_code, ended.outcome.reason)
-        else:
-            accelerator.wait_for_everyone()  # a launcher ends all processes when one exits with an error
+        yield accelerator, peers
     except BaseException as error:
         shown = _in_words(error, peers)
         peers.leave(getattr(shown, "exit_code", ExitCode.ERROR), str(shown) or type(error).__name__)
@@ -180,12 +196,25 @@ def run(
         raise shown from error
     peers.close()
     accelerator.free_memory()
-    gc.collect()  # wrapped models hold the process group, and hang if they outlive it
+    gc.collect()
     accelerator.end_training()
-    return ended
 
 
-def _run(job: Job, build: Callable[[Job], Built], progress: Progress, peers: Peers, callbacks: Sequence[Given]) -> Run:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Started:
+    """A run that is ready to go."""
+
+    loop: Loop
+    built: Built
+    path: Path
+    step: int
+    """Steps that are done."""
+
+
+def _start(
+    job: Job, build: Callable[[Job], Built], progress: Progress, peers: Peers, callbacks: Sequence[Given]
+) -> _Started:
+    """Build the run's parts, make or open its directory, and go back to its last checkpoint if it is resumed."""
     options, accelerator = job.options, job.accelerator
     command, processes = options.command, accelerator.num_processes
     path = next_free(command) if options.out is None else Path(options.out).expanduser()
@@ -206,7 +235,6 @@ def _run(job: Job, build: Callable[[Job], Built], progress: Progress, peers: Pee
             job.stack.enter_context(view_beside(path, _log.warning if isinstance(progress, Quiet) else progress.say))
     if built.parts is not None:
         built.parts.check_seen(None if run is None else run.path)
-    log = start_trackers(accelerator, options, config, path)
     loop = Loop(
         built.learner,
         built.loop,
@@ -217,7 +245,7 @@ def _run(job: Job, build: Callable[[Job], Built], progress: Progress, peers: Pee
         progress=progress,
         timer=job.timer,
         agree=lambda flag: _largest(accelerator, flag),
-        log=log,
+        log=start_trackers(accelerator, options, config, path),
         callbacks=Callbacks(callbacks if run is not None else (), path=path, steps=built.loop.steps),
         updater=getattr(built.learner, "updater", None),
         peers=peers,
@@ -232,7 +260,12 @@ def _run(job: Job, build: Callable[[Job], Built], progress: Progress, peers: Pee
         job.stack.push(partial(_note_error, run))
     start = 0 if resumed is None else resumed.step
     _check_start(accelerator, start, path)
-    outcome = loop.go(start=start, title=f"{command} in {path}")
+    return _Started(loop=loop, built=built, path=path, step=start)
+
+
+def _finish(started: _Started, outcome: Outcome) -> Run:
+    """Write the final model and what else the job leaves."""
+    loop, built, run = started.loop, started.built, started.loop.run
     if _has_result(outcome, built, loop.agree):
         if run is not None:
             if built.save_model is not None:
@@ -244,7 +277,7 @@ def _run(job: Job, build: Callable[[Job], Built], progress: Progress, peers: Pee
     if run is not None and outcome.exit_code in (ExitCode.ERROR, ExitCode.DISK, ExitCode.RETRY):
         note_end(run, outcome.reason)
     lines = read_lines(run.metrics.path) if run is not None else []
-    return Run(path=path, outcome=outcome, metrics=list(lines))
+    return Run(path=started.path, outcome=outcome, metrics=list(lines))
 
 
 def _note_error(run: RunDir, kind: object, error: BaseException | None, trace: object) -> None:

@@ -65,8 +65,7 @@ def build(job: Job) -> Built:
         loop_options(options, main="reward" if scored else "loss", lower=not scored),
         policy=policy,
         module=module,
-        optimizer=updater.optimizer,
-        ranks=updater.ranks,
+        updater=updater,
         evaluate=evaluate,
         prompts=style_of(found),
     )

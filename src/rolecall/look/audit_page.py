@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rolecall.errors import UserError
 from rolecall.look.page import Data, Section, facts, page, table, text
@@ -20,30 +20,18 @@ _LARGEST = 1 << 25
 """Bytes beyond which a file is not looked into."""
 
 
-class Finding(Protocol):
-    """What one check found: its name, its level (error, warning, ok or skipped), one sentence, what shows it, what to change."""
-
-    @property
-    def check(self) -> str: ...
-    @property
-    def level(self) -> str: ...
-    @property
-    def summary(self) -> str: ...
-    @property
-    def evidence(self) -> Sequence[str]: ...
-    @property
-    def advice(self) -> str: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReadFinding:
-    """A finding as a page holds it."""
+class AuditFinding:
+    """What one check found, as a page holds it."""
 
     check: str
     level: str
+    """error, warning, ok or skipped."""
     summary: str
     evidence: tuple[str, ...]
+    """What shows it."""
     advice: str
+    """What to change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +40,7 @@ class ReadAudit:
 
     title: str
     about: Mapping[str, str]
-    findings: tuple[ReadFinding, ...]
+    findings: tuple[AuditFinding, ...]
     tokens: Mapping[str, object] | None
     """What the token view is drawn from."""
 
@@ -61,17 +49,18 @@ class ReadAudit:
         return sum(found.level == level for found in self.findings)
 
 
-def audit_html(*, title: str, about: Mapping[str, str], findings: Sequence[Finding], samples: Sequence[Sample]) -> str:
-    """One self-contained page."""
-    data, view = [Data(id=_DATA, value=_value(title, about, findings))], ""
+def audit_html(*, title: str, about: Mapping[str, str], findings: Sequence[Any], samples: Sequence[Sample]) -> str:
+    """One self-contained page. A finding is anything with the fields of an `AuditFinding`."""
+    held = _value(title, about, findings)
+    data, view, found = [Data(id=_DATA, value=held)], "", [*map(_finding, held["findings"])]
     if samples:
         view, drawn_from = token_view(_TOKENS, [SampleSet(label="samples", samples=samples)])
         data.append(drawn_from)
-    lead = f'<p class="lead"><b>{audit_lead(findings)}</b></p>'
-    return page(title=title, lead=lead, sections=audit_sections(about, findings, view), data=data)
+    lead = f'<p class="lead"><b>{audit_lead(found)}</b></p>'
+    return page(title=title, lead=lead, sections=audit_sections(about, found, view), data=data)
 
 
-def audit_sections(about: Mapping[str, str], findings: Sequence[Finding], view: str) -> list[Section]:
+def audit_sections(about: Mapping[str, str], findings: Sequence[AuditFinding], view: str) -> list[Section]:
     """The parts of the page; `view` is the HTML of the token view, if there is one."""
     bad = [f for level in ("error", "warning") for f in findings if f.level == level]
     fine = [f for level in ("ok", "skipped") for f in findings if f.level == level]
@@ -111,9 +100,9 @@ def _read(held: Mapping[str, Any], tokens: Mapping[str, Any]) -> ReadAudit:
     )
 
 
-def _finding(held: Mapping[str, Any]) -> ReadFinding:
+def _finding(held: Mapping[str, Any]) -> AuditFinding:
     words = {name: str(held[name]) for name in ("check", "level", "summary", "advice")}
-    return ReadFinding(**words, evidence=tuple(map(str, held["evidence"])))
+    return AuditFinding(**words, evidence=tuple(map(str, held["evidence"])))
 
 
 def read_tokens(audit: ReadAudit) -> tuple[str, Data | None]:
@@ -124,7 +113,7 @@ def read_tokens(audit: ReadAudit) -> tuple[str, Data | None]:
     return html, Data(id=f"data-{_TOKENS}", value=audit.tokens)
 
 
-def _value(title: str, about: Mapping[str, str], findings: Sequence[Finding]) -> dict[str, object]:
+def _value(title: str, about: Mapping[str, str], findings: Sequence[Any]) -> dict[str, Any]:
     """What `read_audit` reads."""
     held = [
         {name: visible_text(str(getattr(found, name))) for name in ("check", "level", "summary", "advice")}
@@ -151,7 +140,7 @@ _NOTHING = '<p class="ok">Nothing was found that has to be put right.</p>'
 _NOTE = '<p class="note">Every token as training would see it. A solid line below a token says that it trains.</p>'
 
 
-def audit_lead(findings: Sequence[Finding]) -> str:
+def audit_lead(findings: Sequence[AuditFinding]) -> str:
     """How many errors and warnings there are, in a sentence."""
     count = Counter(f.level for f in findings)
     words = [f"{count[level]} {level}{'s' * (count[level] != 1)}" for level in ("error", "warning")]
@@ -159,7 +148,7 @@ def audit_lead(findings: Sequence[Finding]) -> str:
     return f"{' and '.join(words)} in {len(findings)} check{'s' * (len(findings) != 1)}. {what}"
 
 
-def _problem(finding: Finding) -> str:
+def _problem(finding: AuditFinding) -> str:
     evidence = "".join(f"<li>{text(line)}</li>" for line in finding.evidence)
     name = f"finding-{''.join(c for c in finding.check if c.isalnum() or c == '-')}"
     return (

@@ -137,7 +137,7 @@ class _Numbers:
     def chart(self, title: str, about: str, wanted: Mapping[str, str]) -> list[Chart]:
         """A chart of the wanted names by their labels; none if no line has any of them."""
         series = [Series(label=label, ys=self.column(name)) for name, label in wanted.items() if name in self.names]
-        return [Chart(name=_slug(title), title=title, about=about, xs=self.xs, series=series)] if series else []
+        return [Chart(name=slug(title), title=title, about=about, xs=self.xs, series=series)] if series else []
 
     def column(self, name: str) -> list[float | None]:
         return [float(line[name]) if is_number(line.get(name)) else None for line in self.lines]
@@ -196,5 +196,6 @@ def mean_of(lines: Sequence[Line], name: str) -> float | None:
     return sum(held) / len(held) if held else None
 
 
-def _slug(title: str) -> str:
+def slug(title: str) -> str:
+    """A name for files and ids."""
     return "-".join("".join(c if c.isascii() and c.isalnum() else " " for c in title.lower()).split()) or "curve"

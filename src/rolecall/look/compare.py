@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rolecall.look.charts import PAIRS, Chart, Line, Series, charts, four_digits, is_number
+from rolecall.look.charts import PAIRS, Chart, Series, charts, four_digits, is_number, slug
 from rolecall.look.run import RunFiles, flat, setting_text
 
 _ENDS = ("eval_accuracy", "eval_reward", "eval_return", "eval_loss", "reward", "return", "loss", "kl", "entropy")
@@ -72,7 +72,7 @@ def _lines(run: RunFiles) -> dict[str, _Points]:
             whole = Series(label="", ys=totals)
             chart = replace(chart, title="Seconds per step", about="All phases together.", series=[whole])
         for i, series in enumerate(chart.series):
-            name = chart.name if i == 0 else f"{chart.name}-{i}-{_plain(series.label)}"
+            name = chart.name if i == 0 else f"{chart.name}-{i}-{slug(series.label)}"
             title = chart.title if i == 0 else f"{chart.title}: {series.label}"
             about, main_one = (chart.about, first) if i == 0 else ("", False)
             out[name] = _Points(title=title, about=about, main=main_one, xs=chart.xs, ys=series.ys)
@@ -123,7 +123,7 @@ def _told(group: Group) -> dict[str, str]:
 
 def ends(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
     """(names, a row per group): the last evaluation, and the mean of the last tenth of the steps; with the range over runs."""
-    found = [[_end(run) for _, run in group.runs] for group in groups]
+    found = [[ends_of(run) for _, run in group.runs] for group in groups]
     names = [name for name in _ENDS if any(name in end for runs in found for end in runs)]
     rows = []
     for group, runs in zip(groups, found, strict=True):
@@ -132,15 +132,18 @@ def ends(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
     return ["steps", *(name.replace("eval_", "evaluated ") for name in names)], rows
 
 
-def _end(run: RunFiles) -> dict[str, float]:
-    last: list[Line] = list(run.steps[-max(1, len(run.steps) // 10) :])
-    out = {}
-    for name in _ENDS:
-        lines = run.evaluations[-1:] if name.startswith("eval_") else last
-        held = [float(line[name]) for line in lines if is_number(line.get(name))]
-        if held:
-            out[name] = sum(held) / len(held)
-    return out
+def ends_of(run: RunFiles) -> dict[str, float]:
+    """Every number at the end of a run: the mean of its last tenth, or the last evaluation."""
+    names = dict.fromkeys(name for line in run.steps for name in line if name != "step")
+    found = {}
+    for name in names:
+        values = [float(line[name]) for line in run.steps if is_number(line.get(name))]
+        if values:
+            last = values[-max(1, len(values) // 10) :]
+            found[name] = sum(last) / len(last)
+    for line in run.evaluations:
+        found |= {name: float(value) for name, value in line.items() if name != "step" and is_number(value)}
+    return found
 
 
 def _range(values: Sequence[float]) -> str:
@@ -160,7 +163,3 @@ def _label(names: Sequence[str]) -> str:
             begin = begin[:-1]
     begin = begin.rstrip("-_.,=@+/ ").removesuffix("seed").rstrip("-_.,=@+/ ")
     return f"{begin or names[0]} ({len(names)} seeds)"
-
-
-def _plain(label: str) -> str:
-    return "-".join("".join(c if c.isascii() and c.isalnum() else " " for c in label.lower()).split())

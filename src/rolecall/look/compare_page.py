@@ -3,13 +3,12 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rolecall.errors import UserError
 from rolecall.look.charts import Chart
 from rolecall.look.compare import Group, differences, ends, groups_of, overlaid
 from rolecall.look.curves import curve_cards
 from rolecall.look.page import Data, Section, facts, page, table, text
 from rolecall.look.records import unit_of
-from rolecall.look.run import RunFiles, command_line, is_demo, read_run
+from rolecall.look.run import RunFiles, command_line, read_several
 from rolecall.look.same_prompts import shared_prompts, side_by_side
 from rolecall.look.tokens import token_view
 
@@ -19,16 +18,10 @@ _PROMPTS = 3
 
 def read_runs(paths: Sequence[Path]) -> dict[str, RunFiles]:
     """Runs by names that tell them apart."""
-    for path in paths:
-        if is_demo(path):
-            raise UserError(f"{path} is a demo of several runs; give some of them, such as {path / 'ppo'}")
-    places = [path.resolve() for path in paths]
-    if len(set(places)) < len(places):
-        raise UserError(f"{next(p for p in paths if places.count(p.resolve()) > 1)} is given twice; give each run once")
-    parts = 1
+    runs, places, parts = read_several(paths), [path.resolve() for path in paths], 1
     while len({place.parts[-parts:] for place in places}) < len(places):
         parts += 1
-    return {"/".join(place.parts[-parts:]): read_run(path) for place, path in zip(places, paths, strict=True)}
+    return {"/".join(place.parts[-parts:]): run for place, run in zip(places, runs, strict=True)}
 
 
 def compare_html(runs: Mapping[str, RunFiles]) -> str:

@@ -29,7 +29,7 @@ def curve_cards(name: str, charts: Sequence[Chart], *, always: int = 0) -> tuple
         cards.append(_card(key, short))
         held[key] = {
             "xs": list(short.xs),
-            "series": [{"label": s.label, "ys": [_short(y) for y in s.ys]} for s in short.series],
+            "series": [{"label": s.label, "ys": [six_digits(y) for y in s.ys]} for s in short.series],
             "box": [_LEFT, _TOP, _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM, _WIDTH],
             "range": None if chart.stacked else _range(short)[1:],
             **({"sparse": True} if chart.sparse else {}),
@@ -261,5 +261,6 @@ def _tick(value: float) -> str:
     return f"{digits.removesuffix('.0')}e{int(power)}"
 
 
-def _short(value: float | None) -> float | None:
+def six_digits(value: float | None) -> float | None:
+    """A number for a script; more digits would not be seen."""
     return None if value is None else float(f"{value:.6g}")

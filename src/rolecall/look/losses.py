@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rolecall.experience.parquet import Ragged
 from rolecall.look.page import table
+from rolecall.maths.codes import Verdict
 
 PREFIX = "contribution_"
 """What the name of a term's column begins with."""
@@ -73,17 +74,14 @@ def loss_terms(updates: pa.Table) -> list[str]:
 def row_sums(column: pa.ChunkedArray, *, absolute: bool = False) -> tuple[NDArray, NDArray]:
     """The sum of each row's entries, and whether the row is there at all."""
     rows = Ragged.read(column)
-    values = np.abs(rows.values) if absolute else rows.values
-    where = np.repeat(np.arange(len(rows.lengths)), rows.lengths)
-    return np.bincount(where, weights=values, minlength=len(rows.lengths)), rows.present
+    return rows.sums(np.abs(rows.values) if absolute else rows.values), rows.present
 
 
 def check_loss(updates: pa.Table, *, step: int, logged: float | None) -> LossCheck:
     """Add up an updates file."""
     places = list(zip(updates["epoch"].to_pylist(), updates["minibatch"].to_pylist(), strict=True))
     verdicts = Ragged.read(updates["verdicts"])
-    owner = np.repeat(np.arange(len(verdicts.lengths)), verdicts.lengths)
-    trained = np.bincount(owner, weights=verdicts.values == 1, minlength=len(places))
+    trained = verdicts.sums(verdicts.values == Verdict.TRAINED)
     sums = {term: row_sums(updates[PREFIX + term]) for term in loss_terms(updates)}
     made = []
     for place in sorted(set(places)):

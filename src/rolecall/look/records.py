@@ -316,9 +316,7 @@ def cut_off(finish: str) -> bool:
 
 def _answer_lengths(table: pa.Table) -> NDArray:
     roles = Ragged.read(table["roles"])
-    where = np.repeat(np.arange(len(roles.lengths)), roles.lengths)
-    own = (roles.values == Role.CONTENT) | (roles.values == Role.STOP)
-    return np.bincount(where, weights=own, minlength=len(roles.lengths))
+    return roles.sums((roles.values == Role.CONTENT) | (roles.values == Role.STOP))
 
 
 def _pull(record: StepRecord) -> NDArray:
@@ -342,17 +340,11 @@ def _clipped_counts(record: StepRecord, clip: tuple[float, float] | None) -> NDA
         return counts
     low, high = clip
     ratios, verdicts = Ragged.read(record.updates["ratio"]), Ragged.read(record.updates["verdicts"])
-    advantages = _rows(Ragged.read(record.rollouts["advantages"]))
+    advantages = Ragged.read(record.rollouts["advantages"]).arrays()
     places = zip(record.updates["rollout_step"].to_pylist(), record.updates["trajectory"].to_pylist(), strict=True)
-    for (step, trajectory), ratio, verdict in zip(places, _rows(ratios), _rows(verdicts), strict=True):
+    for (step, trajectory), ratio, verdict in zip(places, ratios.arrays(), verdicts.arrays(), strict=True):
         advantage = advantages[trajectory] if step == record.step else None
         if ratio is not None and verdict is not None and advantage is not None:
             out = ((ratio < low) & (advantage < 0)) | ((ratio > high) & (advantage > 0))  # NaN is neither
             counts[trajectory] += (out & (verdict == Verdict.TRAINED)).sum()
     return counts
-
-
-def _rows(ragged: Ragged) -> list[NDArray | None]:
-    """Each row's entries; None where there is no row."""
-    parts = np.split(ragged.values, np.cumsum(ragged.lengths)[:-1])
-    return [part if there else None for part, there in zip(parts, ragged.present, strict=True)]

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,21 @@ def read_run(path: Path) -> RunFiles:
         return _read_run(path)
     except PermissionError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}; make it readable for yourself") from error
+
+
+def read_single(path: Path) -> RunFiles:
+    """The same, where a demo of several runs will not do."""
+    if is_demo(path):
+        raise UserError(f"{path} is a demo of several runs; give one of them, such as {path / 'ppo'}")
+    return read_run(path)
+
+
+def read_several(paths: Sequence[Path]) -> list[RunFiles]:
+    """Different runs."""
+    places = [path.resolve() for path in paths]
+    if len(set(places)) < len(places):
+        raise UserError(f"{next(p for p in paths if places.count(p.resolve()) > 1)} is given twice; give each run once")
+    return [read_single(path) for path in paths]
 
 
 def _read_run(path: Path) -> RunFiles:

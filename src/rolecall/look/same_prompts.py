@@ -15,13 +15,13 @@ _STEPS = 24
 _ROWS = 8
 """Answers of a run to a prompt that are shown."""
 
-Places = Mapping[str, tuple[int, Sequence[int]]]
-"""Prompts, with the last step that asked each and its rows there."""
+Place = tuple[int, Sequence[int]]
+"""The last step that asked a prompt, and its rows there."""
 
 
-def prompts_of(run: RunFiles) -> dict[str, tuple[int, Sequence[int]]]:
+def prompts_of(run: RunFiles) -> dict[str, Place]:
     """The prompts of a run's last recorded steps."""
-    found: dict[str, tuple[int, Sequence[int]]] = {}
+    found: dict[str, Place] = {}
     for step in sorted(run.rollouts, reverse=True)[:_STEPS]:
         try:
             table = read_table(run.rollouts[step], ROLLOUTS, columns=["prompt_text"])[0]
@@ -35,7 +35,7 @@ def prompts_of(run: RunFiles) -> dict[str, tuple[int, Sequence[int]]]:
     return found
 
 
-def shared_prompts(runs: Mapping[str, RunFiles]) -> dict[str, dict[str, tuple[int, Sequence[int]]]]:
+def shared_prompts(runs: Mapping[str, RunFiles]) -> dict[str, dict[str, Place]]:
     """The prompts that all runs were asked, each with where every run answers it."""
     places = {name: prompts_of(run) for name, run in runs.items()}
     first = next(iter(places.values()))
@@ -48,21 +48,15 @@ def shared_prompts(runs: Mapping[str, RunFiles]) -> dict[str, dict[str, tuple[in
     }
 
 
-def side_by_side(
-    runs: Mapping[str, RunFiles], prompt: str, places: Mapping[str, tuple[int, Sequence[int]]]
-) -> SampleSet:
+def side_by_side(runs: Mapping[str, RunFiles], prompt: str, places: Mapping[str, Place]) -> SampleSet:
     """All answers to one prompt, run after run."""
     samples: list[Sample] = []
     for name, (step, rows) in places.items():
         made = sample_set(runs[name], step, unit=unit_of(runs[name]), rows=rows).samples
-        for i, sample in enumerate(sample for sample in made if sample.labels):
-            short = f"{name}, step {step}, answer {rows[i]}"
-            samples.append(
-                replace(sample, title=short, short=short, group=f"“{shortened(prompt)}”", place=len(samples), labels=[])
-            )
-    for i, sample in enumerate(samples):
-        if i == 0 or sample.short.rpartition(", step ")[0] != samples[i - 1].short.rpartition(", step ")[0]:
-            samples[i] = replace(sample, labels=[sample.short.rpartition(", step ")[0]])
+        for row, sample in zip(rows, (sample for sample in made if sample.labels), strict=True):
+            short, labels = f"{name}, step {step}, answer {row}", [name] if row == rows[0] else []
+            group, place = f"“{shortened(prompt)}”", len(samples)
+            samples.append(replace(sample, title=short, short=short, group=group, place=place, labels=labels))
     return SampleSet(label=shortened(prompt), samples=samples)
 
 

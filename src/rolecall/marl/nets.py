@@ -4,6 +4,7 @@ Shared parameters: one network, told by a one-hot number which agent it is. Othe
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,8 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-
-from rolecall.marl.gru import GRU
+from torch.autograd.function import once_differentiable
 
 UNAVAILABLE = -1e9
 """Stands for minus infinity where an action may not be done: finite, so that no arithmetic turns it into NaN."""
@@ -145,3 +145,142 @@ def load_agents(directory: str | Path) -> tuple[Agents, dict[str, Any]]:
     agents = Agents(AgentShape(**about.pop("shape")), seed=0)
     agents.load_state_dict(load_file(directory / "agents.safetensors"))
     return agents, about
+
+
+class GRU(nn.Module):
+    """`torch.nn.GRU(inputs, hidden)`."""
+
+    def __init__(self, inputs: int, hidden: int) -> None:
+        super().__init__()
+        self.weight_ih_l0 = nn.Parameter(torch.empty(3 * hidden, inputs))
+        self.weight_hh_l0 = nn.Parameter(torch.empty(3 * hidden, hidden))
+        self.bias_ih_l0 = nn.Parameter(torch.empty(3 * hidden))
+        self.bias_hh_l0 = nn.Parameter(torch.empty(3 * hidden))
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -1 / math.sqrt(hidden), 1 / math.sqrt(hidden))
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [time, rows, inputs] -> [time, rows, hidden], and the memory [1, rows, hidden] after the last step."""
+        weights = self.weight_ih_l0, self.weight_hh_l0, self.bias_ih_l0, self.bias_hh_l0
+        before = x.new_zeros(x.shape[1], self.weight_hh_l0.shape[1]) if memory is None else memory[0]
+        out: Tensor
+        if torch.is_grad_enabled():
+            out = _Walk.apply(x, before, *weights)
+        elif len(x) == 1:  # agents that act
+            out = torch.gru_cell(x[0], before, *weights)[None]
+        else:
+            out = _walk(x, before, *weights)[0][1:]
+        return out, out[-1:]
+
+
+class _Walk(torch.autograd.Function):
+    """The steps one after the other, and back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, before: Tensor, *weights: Tensor) -> Tensor:
+        states, gates, new = _walk(x, before, *weights)
+        ctx.save_for_backward(x, states, gates, new, weights[0], weights[1])
+        return states[1:]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """With d the gradient of h' at a step, that of what goes into r, z and n is d times factors known beforehand."""
+        x, states, gates, new, w_in, w_state = ctx.saved_tensors
+        hidden, time = new.shape[-1], len(new)
+        reset, keep, remembered = gates.chunk(3, -1)  # r, z, h U_n
+        into_new = (1 - keep) * (1 - new.square())
+        factors = torch.empty_like(gates)
+        r, z, n = factors.chunk(3, -1)
+        torch.mul(into_new, reset, out=n)
+        torch.mul(n, (1 - reset) * remembered, out=r)
+        torch.mul(states[:-1] - new, keep * (1 - keep), out=z)
+        back = torch.empty(time + 1, *grad.shape[1:], dtype=grad.dtype)
+        back[0] = 0
+        back[1:] = grad
+        d = gates.new_empty(gates.shape)  # of h U + bias, all steps
+        wide, steps = factors.unflatten(-1, (3, hidden)).unbind(), d.unflatten(-1, (3, hidden)).unbind()
+        at, flat, kept = back.unbind(), d.unbind(), keep.unbind()
+        for t in reversed(range(time)):
+            torch.mul(at[t + 1][:, None], wide[t], out=steps[t])
+            at[t].addcmul_(at[t + 1], kept[t]).addmm_(flat[t], w_state)
+        rows = d.flatten(0, 1)
+        grad_state, grad_bias_state = rows.t() @ states[:-1].flatten(0, 1), rows.sum(0)
+        torch.mul(back[1:], into_new, out=d[..., 2 * hidden :])  # of x W + bias: the same but for n
+        grad_x = (rows @ w_in).view_as(x) if ctx.needs_input_grad[0] else None
+        return grad_x, back[0], rows.t() @ x.flatten(0, 1), grad_state, rows.sum(0), grad_bias_state
+
+
+def _walk(
+    x: Tensor, before: Tensor, w_in: Tensor, w_state: Tensor, b_in: Tensor, b_state: Tensor
+) -> tuple[Tensor, ...]:
+    """The states [1 + time, rows, hidden], the first being `before`; r, z and h U_n side by side; and n."""
+    (time, rows, _), hidden = x.shape, before.shape[-1]
+    states = x.new_empty(time + 1, rows, hidden)
+    states[0] = before
+    gates = torch.addmm(b_in, x.flatten(0, 1), w_in.t()).view(time, rows, 3 * hidden)
+    new = gates[..., 2 * hidden :].contiguous()
+    gates[..., 2 * hidden :] = 0
+    gates += b_state
+    w_state = w_state.t()
+    at, both, news = states.unbind(), gates.unbind(), new.unbind()
+    opened, remembered = gates[..., : 2 * hidden].unbind(), gates[..., 2 * hidden :].unbind()
+    reset, keep = gates[..., :hidden].unbind(), gates[..., hidden : 2 * hidden].unbind()
+    for t in range(time):
+        both[t].addmm_(at[t], w_state)
+        opened[t].sigmoid_()
+        news[t].addcmul_(reset[t], remembered[t]).tanh_()
+        torch.lerp(news[t], at[t], keep[t], out=at[t + 1])
+    return states, gates, new
+
+
+class SumMixer(nn.Module):
+    """VDN: the team's value is the sum of the agents'. Sunehag et al. 2017, arXiv 1706.05296."""
+
+    def forward(self, values: Tensor, state: Tensor) -> Tensor:
+        """values [rows, agent], state [rows, state] -> [rows]."""
+        return values.sum(-1)
+
+
+class MonotonicMixer(nn.Module):
+    """QMIX: a small network from values to value whose weights come from the state and are never negative.
+
+    Rashid et al. 2018, arXiv 1803.11485. What is best for one agent is then best for the team: the joint greedy choice
+    is each agent's own. It begins as the sum, VDN's mixture, and learns where to leave it: with torch's own beginning the
+    first weights are the noise of a network that nothing is known about yet.
+    """
+
+    def __init__(self, agents: int, state: int, *, embed: int, hidden: int, seed: int) -> None:
+        super().__init__()
+        self.agents, self.embed = agents, embed
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.weights1 = nn.Sequential(nn.Linear(state, hidden), nn.ReLU(), nn.Linear(hidden, agents * embed))
+            self.weights2 = nn.Sequential(nn.Linear(state, hidden), nn.ReLU(), nn.Linear(hidden, embed))
+            self.bias1 = nn.Linear(state, embed)
+            self.value = nn.Sequential(nn.Linear(state, embed), nn.ReLU(), nn.Linear(embed, 1))
+            self._begin_as_sum()
+
+    def _begin_as_sum(self) -> None:
+        """Weights that do not depend on the state yet and keep elu where it is a straight line."""
+        # Different for each hidden unit: equal ones would have equal gradients, and stay one for ever.
+        inner = torch.empty(self.embed).uniform_(0.5, 1.5) / self.embed**0.5
+        outer, lift = 1 / (self.embed * inner), torch.empty(self.embed).uniform_(0.5, 1.5)
+        _constant(self.weights1[-1], inner.repeat(self.agents))
+        _constant(self.weights2[-1], outer)
+        _constant(self.bias1, lift)
+        _constant(self.value[-1], -(lift * outer).sum())
+
+    def forward(self, values: Tensor, state: Tensor) -> Tensor:
+        """values [rows, agent], state [rows, state] -> [rows]."""
+        weights1 = self.weights1(state).abs().view(-1, self.agents, self.embed)
+        hidden = nn.functional.elu((values[:, :, None] * weights1).sum(1) + self.bias1(state))
+        return (hidden * self.weights2(state).abs()).sum(-1) + self.value(state)[:, 0]
+
+
+@torch.no_grad()
+def _constant(layer: nn.Module, bias: Tensor) -> None:
+    """The layer says this whatever it sees, until it learns."""
+    assert isinstance(layer, nn.Linear)
+    layer.weight.zero_()
+    layer.bias.copy_(bias)

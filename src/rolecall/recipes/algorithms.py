@@ -8,17 +8,20 @@
 for each.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rolecall.config.rl import AlgorithmOptions
+from rolecall.errors import UserError
 from rolecall.maths import advantages as adv
 from rolecall.maths import credit, losses
 from rolecall.maths.kl import kl_estimate
-from rolecall.maths.reduce import masked_mean, masked_moments, masked_whiten
+from rolecall.maths.reduce import MODES, masked_mean, masked_moments, masked_whiten
 from rolecall.maths.returns import discounted_returns, gae
 from rolecall.maths.roles import TrainRule
 from rolecall.policy.model import Outputs
@@ -170,17 +173,18 @@ POLICY_LOSSES: dict[str, Callable[[AlgorithmOptions, Tensor, Tensor, Tensor, Ten
 
 def algorithm_of(o: AlgorithmOptions, coefficients: Coefficients) -> Algorithm:
     """The algorithm that the options name."""
+    return Algorithm(advantage=partial(ADVANTAGES[o.name], o, coefficients), loss=partial(loss_terms, o, coefficients))
 
-    def advantage(batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        return ADVANTAGES[o.name](o, coefficients, batch)
 
-    def loss(out: Outputs, batch: Batch) -> dict[str, Term]:
-        terms = {"policy": policy_term(o, coefficients, policy_loss(o, out, batch), batch)}
-        if o.critic != "none":
-            terms["value"] = value_term(o, out, batch)
-        return terms | regularisers(o, coefficients, out, batch)
-
-    return Algorithm(advantage=advantage, loss=loss)
+def loss_terms(o: AlgorithmOptions, coefficients: Coefficients, out: Outputs, batch: Batch) -> dict[str, Term]:
+    """The policy's loss, the critic's, and what holds the policy back. Without old log-probs the ratio is exactly 1 and
+    only its gradient is left."""
+    old = out.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    values = POLICY_LOSSES[o.policy_loss](o, out.logprobs, old, required(batch.advantages), trained(batch))
+    terms = {"policy": policy_term(o, coefficients, weighted(values, batch), batch)}
+    if o.critic != "none":
+        terms["value"] = value_term(o, out, batch)
+    return terms | regularisers(o, coefficients, out, batch)
 
 
 def boosted(loss: Loss, wider: Loss) -> Loss:
@@ -195,14 +199,6 @@ def boosted(loss: Loss, wider: Loss) -> Loss:
         return terms
 
     return mixed
-
-
-def policy_loss(o: AlgorithmOptions, out: Outputs, batch: Batch) -> Tensor:
-    """[batch, time]. Without old log-probs the ratio is exactly 1 and only its gradient is left."""
-    mask = trained(batch)
-    old = out.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    values = POLICY_LOSSES[o.policy_loss](o, out.logprobs, old, required(batch.advantages), mask)
-    return weighted(values, batch)
 
 
 def clipped(o: AlgorithmOptions, new: Tensor, old: Tensor, a: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -310,3 +306,69 @@ def required(tensor: Tensor | None) -> Tensor:
     if tensor is None:
         raise ValueError("the algorithm asks for something that was not computed for this batch; see AlgorithmOptions")
     return tensor
+
+
+def own_advantage(function: Callable[..., Any], *, returns: bool) -> Advantage:
+    """`function`, whose results must have the shape of the batch. `returns`: it must give the critic's targets too."""
+
+    def advantage(batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
+        made, shape = function(batch), batch.ids.shape
+        advantages, targets = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        well = isinstance(advantages, Tensor) and advantages.shape in (shape[:1], shape)
+        if targets is None:
+            well = well and not returns
+        else:
+            well = well and isinstance(targets, Tensor) and targets.shape == shape
+        if well:
+            return made
+        pair = "a pair (advantages, returns [batch, time]) with advantages" if returns else "a tensor"
+        raise UserError(
+            f"the advantage function {_name(function)} returned {_shown(made)}; it must return {pair} of shape "
+            f"[batch] = {[shape[0]]} or [batch, time] = {list(shape)}"
+        )
+
+    return advantage
+
+
+def own_loss(function: Callable[..., Any]) -> Loss:
+    """`function`, whose result must be named terms with a value for every position."""
+
+    def loss(outputs: Outputs, batch: Batch) -> Mapping[str, Term]:
+        made, shape = function(outputs, batch), batch.ids.shape
+        what = f"the loss function {_name(function)}"
+        terms = isinstance(made, Mapping) and all(isinstance(term, Term) for term in made.values())
+        if not terms or not made:
+            raise UserError(
+                f"{what} returned {_shown(made)}; it must return {{name: Term}} with a value for every position, such as "
+                "{'policy': Term(values=…, mask=trained(batch), mode='token-mean')} (rolecall.train.step), and leave the "
+                "mean to `mode`"
+            )
+        for name, term in made.items():
+            for part in ("values", "mask"):
+                held = getattr(term, part)
+                if not isinstance(held, Tensor) or held.shape != shape:
+                    raise UserError(
+                        f"{what} returned {_shown(held)} as {part} of the term {name!r}; they must have the shape "
+                        f"[batch, time] = {list(shape)}"
+                    )
+            if term.mode not in MODES:
+                raise UserError(f"{what}: the term {name!r} has mode {term.mode!r}; choose one of {', '.join(MODES)}")
+        return made
+
+    return loss
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"`{getattr(function, '__name__', type(function).__name__)}`"
+
+
+def _shown(made: Any) -> str:
+    """What was returned, in a few words."""
+    if isinstance(made, Tensor):
+        return f"a tensor of shape {list(made.shape)}" if made.dim() else "a single number (a tensor of shape [])"
+    if isinstance(made, tuple):
+        return f"a tuple of {len(made)} ({', '.join(_shown(x) for x in made[:3])})"
+    if isinstance(made, Mapping) and made:
+        name, value = next(iter(made.items()))
+        return f"a {type(made).__name__} in which {name!r} is {_shown(value)}"
+    return f"{'an empty' if isinstance(made, Mapping) else 'a'} {type(made).__name__}"

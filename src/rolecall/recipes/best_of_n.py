@@ -16,7 +16,7 @@ from rolecall.config.training import BestOfNOptions
 from rolecall.experience.store import Rollouts, read_rollouts
 from rolecall.files import write_atomically
 from rolecall.maths.best_of import best_of_kl, expected_best
-from rolecall.recipes.ask import Answered, Asker, unscored
+from rolecall.recipes.collect import Answered, Asker, unscored
 from rolecall.recipes.records import as_json, write_answers
 from rolecall.rewards.records import Reward, trainer_state
 from rolecall.train.rundir import RunDir

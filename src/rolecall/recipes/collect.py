@@ -1,24 +1,24 @@
-"""Where a step's experience comes from: answers to rows, sampled and scored, or the rollouts of another run."""
+"""Where a step's experience comes from: rows are asked, each a number of times, and the answers are scored."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
 
+from rolecall.config.parts import ChatOptions
 from rolecall.config.rl import RLOptions
-from rolecall.errors import UserError
-from rolecall.experience.store import Rollouts
-from rolecall.experience.stored import RolloutStore
+from rolecall.maths.roles import Role, response_roles
 from rolecall.policy.load import LoadedModel
-from rolecall.recipes.ask import Answered, Asker
-from rolecall.rewards.records import Messages, Reward, Sample, Scored, trainer_state
-from rolecall.rollout.engine import Engine
-from rolecall.tasks.rows import Rows
+from rolecall.recipes.rendering import rendered_prompt
+from rolecall.rewards.records import Messages, Reward, Sample, Scored, trainer_state, why_unscored
+from rolecall.rollout.engine import Engine, in_order
+from rolecall.tasks.rows import Rows, place_of
 from rolecall.train.data import RowOrder, StreamOrder, order_of
 from rolecall.train.ranks import Ranks
 from rolecall.train.timing import Timer
-from rolecall.types import Trajectory
+from rolecall.types import Completion, Finish, Request, Sampling, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +115,105 @@ class OfRows:
         self.order.load_state_dict(state["order"])
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answered:
+    """A row with its answers; one entry per answer everywhere."""
+
+    row: int
+    """Which row of the data it is."""
+    request: Request
+    prompt: str
+    """The prompt as text."""
+    completions: Sequence[Completion]
+    answers: Sequence[str]
+    """As text, without the stop token."""
+    scored: Sequence[Scored]
+    greedy: Scored | None = None
+    """What the greedy answer scored, if one was asked for."""
+
+    @property
+    def flat(self) -> bool:
+        """True if no two answers score differently, so that there is nothing to compare. Failed rewards do not count."""
+        return len({s.total for s in self.scored if s.total is not None}) < 2
+
+    def trajectories(self, group: int) -> list[Trajectory]:
+        """The answers as trajectories of this group."""
+        return [
+            replace(trajectory_of(self.request, c, group=group), scores=dict(s.scores))
+            for c, s in zip(self.completions, self.scored, strict=True)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asker:
+    """Asks a policy. It keeps no state: the same rows, step and seed give the same answers."""
+
+    policy: LoadedModel
+    engine: Engine
+    reward: Reward
+    rows: Rows
+    chat: ChatOptions
+    sampling: Sampling
+    timer: Timer
+
+    def ask(
+        self,
+        chosen: Mapping[int, int],
+        *,
+        samples: int,
+        seed: int,
+        step: int,
+        state: Mapping[str, Any],
+        greedy: bool = False,
+    ) -> list[Answered]:
+        """Answer the chosen rows, given by their prompts' numbers in the step, `samples` times each.
+
+        `state` is what rewards see as `trainer_state`. With `greedy`, also once with the likeliest tokens; that answer
+        is scored and reported beside the others.
+        """
+        if not chosen:
+            self.reward.score([], state=state)  # it may be sharded, and other ranks have rows
+            return []
+        rows = {number: self.rows[i] for number, i in chosen.items()}
+        requests = [
+            prompt_request(self.policy, row, self.chat, self.sampling, n=samples, seed=seed, step=step, prompt=number)
+            for number, row in rows.items()
+        ]
+        likeliest = [replace(r, n=1, sampling=replace(r.sampling, temperature=0.0)) for r in requests] if greedy else []
+        completions: list[Completion] = []
+        with self.timer.phase("generate"):
+            for asked in (requests, likeliest) if greedy else (requests,):
+                ended = self.timer.counted(self.engine.stream(asked), total=sum(r.n for r in asked), unit="answers")
+                completions += in_order(asked, ended)
+        answers = [answer_text(self.policy, c) for c in completions]
+        with self.timer.phase("reward"):
+            told = [sample_of(rows[c.prompt], c, answer) for c, answer in zip(completions, answers, strict=True)]
+            scored = self.reward.score(told, state=state)
+        both = list(zip(completions, answers, scored, strict=True))
+        sampled, beside = both[: samples * len(requests)], both[samples * len(requests) :]
+        greedily = {c.prompt: (answer, s) for c, answer, s in beside}
+        groups: dict[int, list[tuple[Completion, str, Scored]]] = {request.prompt: [] for request in requests}
+        for c, answer, s in sampled:
+            groups[c.prompt].append((c, answer, _with_greedy(s, greedily.get(c.prompt))))
+        return [
+            Answered(
+                row=row,
+                request=request,
+                prompt=self.policy.tokenizer.decode(request.prompt_ids),
+                completions=[c for c, _, _ in groups[request.prompt]],
+                answers=[answer for _, answer, _ in groups[request.prompt]],
+                scored=[s for _, _, s in groups[request.prompt]],
+                greedy=greedily[request.prompt][1] if greedy else None,
+            )
+            for row, request in zip(chosen.values(), requests, strict=True)
+        ]
+
+    def samples_of(self, group: Answered) -> list[Sample]:
+        """A row's answers as another reward sees them."""
+        row = self.rows[group.row]
+        return [sample_of(row, c, answer) for c, answer in zip(group.completions, group.answers, strict=True)]
+
+
 class Answers(OfRows):
     """One answer per sample: prompts are taken from the rows in order, each is answered `samples` times.
 
@@ -134,16 +233,25 @@ class Answers(OfRows):
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__(options, rows, ranks=ranks)
-        self.policy, self.engine, self.reward, self.timer = policy, engine, reward, timer
+        self.asker = Asker(
+            policy=policy,
+            engine=engine,
+            reward=reward,
+            rows=rows,
+            chat=options.chat,
+            sampling=options.sampling,
+            timer=timer,
+        )
 
     def collect(self, step: int) -> Collected:
         """Sample answers to the next prompts and score them."""
         o = self.options.algorithm
-        self._state, taken = self.state_at(step), self.take()
-        kept = self._ask(taken, step)
-        drawn = None
+        how: dict[str, Any] = {"samples": self.options.samples, "seed": self.options.seed, "greedy": o.name == "remax"}
+        ask: Callable[..., list[Answered]] = partial(self.asker.ask, step=step, state=self.state_at(step), **how)
+        taken = self.take()
+        kept, drawn = ask(taken), None
         if o.resample:
-            kept, drawn = self._replace_flat(kept, step)
+            kept, drawn = self._replace_flat(kept, ask)
         groups = [(step * self.options.prompts + number, g) for number, g in zip(taken, kept, strict=True)]
         greedy = [g.greedy for g in kept for _ in g.answers]
         return Collected(
@@ -157,25 +265,9 @@ class Answers(OfRows):
             drawn=drawn,
         )
 
-    def _ask(self, rows: Mapping[int, int], step: int) -> list[Answered]:
-        """The answers to rows, given by their prompts' numbers."""
-        if not rows:
-            self.reward.score([], state=self._state)  # it may be sharded, and other ranks have rows
-            return []
-        o = self.options
-        asker = Asker(
-            policy=self.policy,
-            engine=self.engine,
-            reward=self.reward,
-            rows=self.rows,
-            chat=o.chat,
-            sampling=o.sampling,
-            timer=self.timer,
-        )
-        greedy = o.algorithm.name == "remax"
-        return asker.ask(rows, samples=o.samples, seed=o.seed, step=step, state=self._state, greedy=greedy)
-
-    def _replace_flat(self, groups: list[Answered], step: int) -> tuple[list[Answered], Resampled]:
+    def _replace_flat(
+        self, groups: list[Answered], ask: Callable[..., list[Answered]]
+    ) -> tuple[list[Answered], Resampled]:
         """Ask further prompts, as many as groups are flat, for the rounds that are left."""
         wanted, everything, rounds, asked = len(groups), list(groups), 1, self.options.prompts
         while rounds < self.options.algorithm.resample:
@@ -185,7 +277,7 @@ class Answers(OfRows):
                 break
             own = slice(before, before + missing)
             numbers, chosen = range(asked, asked + needed)[own], self.order.take(needed)[own]
-            everything += self._ask(dict(zip(numbers, chosen, strict=True)), step)
+            everything += ask(dict(zip(numbers, chosen, strict=True)))
             asked, rounds = asked + needed, rounds + 1
         useful, flat = [g for g in everything if not g.flat], [g for g in everything if g.flat]
         totals = [s.total for g in everything for s in g.scored if s.total is not None]
@@ -202,70 +294,76 @@ class Answers(OfRows):
         return sum(needs[: self.ranks.number]), sum(needs)
 
 
-class StoredAnswers:
-    """A `Collector` that reads. Files are taken in order, again from the first when all were taken."""
-
-    def __init__(self, store: RolloutStore, *, ranks: Ranks | None = None) -> None:
-        self.store, self.ranks, self.taken = store, ranks or Ranks(), 0
-
-    def collect(self, step: int) -> Collected:
-        """The next file."""
-        index = self.taken % len(self.store)
-        self.taken += 1
-        found = self.store.read(index)
-        rows = self._rows(found)
-        if not rows:
-            raise UserError(
-                f"{self.store.files[index]} has fewer groups than there are processes; use {self.ranks.count - 1} or fewer"
-            )
-        return Collected(
-            trajectories=[found.trajectories[i] for i in rows],
-            prompts=[found.details[i].prompt_text for i in rows],
-            answers=[found.details[i].answer_text for i in rows],
-            scored=[_scored(found, i) for i in rows],
-            rows=[found.details[i].prompt or 0 for i in rows],
-            seed=found.details[rows[0]].seed or 0,
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """How many files were taken, and which there are."""
-        return {"taken": self.taken, "files": self.store.names}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last file that was taken."""
-        if list(state.get("files", [])) != self.store.names:
-            raise UserError(
-                f"{self.store.place} does not hold the rollouts that the run began with; bring them back, or start a new run"
-            )
-        self.taken = int(state["taken"])
-
-    def _rows(self, found: Rollouts) -> list[int]:
-        groups = set(self.ranks.share(list(dict.fromkeys(t.group for t in found.trajectories))))
-        return [i for i, t in enumerate(found.trajectories) if t.group in groups]
+def unscored(rows: Rows, groups: Sequence[Answered]) -> str | None:
+    """Why no answer has a score; None if any has."""
+    answered = [(group.row, scored) for group in groups for scored in group.scored]
+    return why_unscored([scored for _, scored in answered], lambda i: place_of(rows, answered[i][0]))
 
 
-class Unasked:
-    """Stands for the reward of a run that scores nothing."""
-
-    names: tuple[str, ...] = ()
-
-    def score(self, samples: Sequence[Sample], *, state: Mapping[str, Any] | None = None) -> list[Scored]:
-        """Never called: stored answers have their scores."""
-        raise AssertionError("a reward was asked for in a run that trains on stored answers")
-
-    def take_metrics(self) -> dict[str, float]:
-        """Nothing was logged."""
-        return {}
+def _with_greedy(scored: Scored, beside: tuple[str, Scored] | None) -> Scored:
+    """The greedy answer is kept on record beside each answer that is compared with it."""
+    if beside is None:
+        return scored
+    answer, greedy = beside
+    return replace(scored, extras={**scored.extras, "greedy_answer": answer, "greedy_score": greedy.total})
 
 
-def _scored(found: Rollouts, row: int) -> Scored:
-    details = found.details[row]
-    failure = details.reward_failure
-    if details.total is None and failure is None:
-        failure = "there is no score in the store"
-    return Scored(
-        scores=dict(found.trajectories[row].scores),
-        total=None if failure is not None else details.total,
-        failure=failure,
-        extras=dict(details.extras),
+def prompt_request(
+    policy: LoadedModel,
+    row: Mapping[str, Any],
+    chat: ChatOptions,
+    sampling: Sampling,
+    *,
+    n: int,
+    seed: int,
+    step: int,
+    prompt: int,
+) -> Request:
+    """The request for a row's prompt."""
+    ids = rendered_prompt(row, policy=policy, chat=chat).ids
+    return Request(prompt_ids=ids, sampling=sampling, n=n, seed=seed, step=step, prompt=prompt)
+
+
+def answer_text(policy: LoadedModel, completion: Completion) -> str:
+    """The answer as text, without its stop token."""
+    ids = completion.ids[:-1] if completion.finish is Finish.STOP else completion.ids
+    return str(policy.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def as_completion(prompt: Any, answer: str) -> Any:
+    """Text for text prompts, a message for conversations: what reward functions of TRL's kind expect."""
+    return answer if isinstance(prompt, str) else [{"role": "assistant", "content": answer}]
+
+
+def sample_of(row: Mapping[str, Any], completion: Completion, answer: str) -> Sample:
+    """An answer as rewards see it."""
+    return Sample(
+        prompt=row["prompt"],
+        completion=as_completion(row["prompt"], answer),
+        completion_ids=completion.ids,
+        row=row,
+        prompt_index=completion.prompt,
+        sample_index=completion.sample,
     )
+
+
+def trajectory_of(request: Request, completion: Completion, *, group: int) -> Trajectory:
+    """The whole sequence with its roles: the prompt was given, the answer's roles come from its length and finish."""
+    start, length = len(request.prompt_ids), len(completion.ids)
+    return Trajectory(
+        ids=request.prompt_ids + completion.ids,
+        roles=(int(Role.PROMPT),) * start + _answer_roles(length, completion.finish is Finish.STOP),
+        behaviour_logprobs=(float("nan"),) * start + completion.behaviour_logprobs,
+        episode=completion.sample,
+        group=group,
+        turns=((start, start + length),),
+        finish=completion.finish,
+        policy_version=completion.policy_version,
+        supports=None if completion.supports is None else (b"",) * start + completion.supports,
+        versions=completion.versions and tuple((start + a, start + b, v) for a, b, v in completion.versions),
+    )
+
+
+@lru_cache(maxsize=8192)
+def _answer_roles(length: int, stopped: bool) -> tuple[int, ...]:
+    return tuple(response_roles(torch.tensor([length]), torch.tensor([stopped]), width=length)[0].tolist())

@@ -19,7 +19,7 @@ from rolecall.experience.batches import collate, lengths_of
 from rolecall.maths.losses import dpo
 from rolecall.maths.roles import TrainRule
 from rolecall.recipes.given_rows import RowsLearner
-from rolecall.recipes.preferences import Pair
+from rolecall.recipes.rendering import Pair
 from rolecall.train.metrics import Meter
 from rolecall.train.reference import Reference
 from rolecall.train.score import score

@@ -13,9 +13,9 @@ from rolecall.experience.batches import collate
 from rolecall.maths.kl import kl_estimate
 from rolecall.maths.roles import TrainRule
 from rolecall.policy.load import LoadedModel
-from rolecall.recipes.sampling import answer_text, answered, as_completion, prompt_request, trajectory_of
+from rolecall.recipes.collect import answer_text, prompt_request, sample_of, trajectory_of
 from rolecall.rewards.records import Reward, Sample
-from rolecall.rollout.engine import Engine
+from rolecall.rollout.engine import Engine, in_order
 from rolecall.tasks.rows import Rows
 from rolecall.train.ranks import Ranks
 from rolecall.train.reference import Reference
@@ -147,9 +147,11 @@ class Evaluator(HeldOut):
             )
             for i in own
         }
-        completions = answered(self.engine, list(requests.values()), self.timer) if requests else []
+        asked = list(requests.values())
+        ended = self.timer.counted(self.engine.stream(asked), total=n * len(asked), unit="answers")
+        completions = in_order(asked, ended) if asked else []
         texts = [answer_text(self.policy, c) for c in completions]
-        samples = [self._sample(c.prompt, c.sample, text, c.ids) for c, text in zip(completions, texts, strict=True)]
+        samples = [sample_of(self.rows[c.prompt], c, text) for c, text in zip(completions, texts, strict=True)]
         totals = self._score(self.reward, samples)
         pleased: list[float | None] = [None] * len(completions)
         if self.train_reward is not None and not sampled:
@@ -173,17 +175,6 @@ class Evaluator(HeldOut):
             for i, c in enumerate(completions)
         ]
         return sorted(self.ranks.gather(found), key=lambda answer: (answer.prompt, answer.sample))
-
-    def _sample(self, prompt: int, sample: int, answer: str, ids: tuple[int, ...] = ()) -> Sample:
-        row = self.rows[prompt]
-        return Sample(
-            prompt=row["prompt"],
-            completion=as_completion(row["prompt"], answer),
-            completion_ids=ids,
-            row=row,
-            prompt_index=prompt,
-            sample_index=sample,
-        )
 
     def _score(self, reward: Reward, samples: Sequence[Sample]) -> list[float | None]:
         found = [scored.total for scored in reward.score(samples, state=self.state)]  # all ranks ask: it may be sharded

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rolecall.config.parts import ChatOptions
+from rolecall.recipes.collect import as_completion
 from rolecall.recipes.evaluate import Evaluator, HeldOut, ScoredAnswer
 from rolecall.remote.plain import PlainServer
-from rolecall.rewards.records import Reward
+from rolecall.rewards.records import Reward, Sample
 from rolecall.types import Sampling
 
 
@@ -37,6 +38,11 @@ class TextEvaluator(Evaluator):
             )
             for (i, k, answer), total in zip(answers, totals, strict=True)
         ]
+
+    def _sample(self, prompt: int, sample: int, answer: str) -> Sample:
+        row = self.rows[prompt]
+        completion = as_completion(row["prompt"], answer)
+        return Sample(prompt=row["prompt"], completion=completion, row=row, prompt_index=prompt, sample_index=sample)
 
     def _put(self, prompt: Any) -> str | Sequence[Any]:
         """As the server gets it."""

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rolecall.experience.joined import Joined
+from rolecall.experience.batches import Joined
 from rolecall.experience.replay import StoredGroup
 from rolecall.recipes.algorithms import Algorithm
 from rolecall.recipes.collect import Collected
@@ -108,12 +108,11 @@ class Watch(Protocol):
         ...
 
 
-def compared(batch: Batch, joined: Joined, algorithm: Algorithm) -> Batch:
-    """The batch with the advantages that the algorithm gives its sequences and, with a critic, returns.
+def with_advantages(batch: Batch, joined: Joined, made: Tensor | tuple[Tensor, Tensor]) -> Batch:
+    """The batch with what an algorithm made of its sequences: advantages and, with a critic, returns.
 
     One advantage per sequence is spread over its trained positions.
     """
-    made = algorithm.advantage(joined.batch(batch))
     advantages, returns = made if isinstance(made, tuple) else (made, None)
     width = batch.ids.shape[1]
     advantages = joined.split(advantages.to(torch.get_default_dtype()), width)

@@ -19,8 +19,7 @@ from rolecall.experience.batches import collate
 from rolecall.files import DiskError
 from rolecall.maths.roles import TrainRule
 from rolecall.policy.load import LoadedModel
-from rolecall.recipes.ask import Answered, Asker, unscored
-from rolecall.recipes.collect import run_state
+from rolecall.recipes.collect import Answered, Asker, run_state, unscored
 from rolecall.recipes.experience import or_nan
 from rolecall.recipes.records import KEPT_EVERY, as_json, write_answers
 from rolecall.recipes.rl import engine_weights

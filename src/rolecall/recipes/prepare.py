@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rolecall.config.rl import RLOptions
-from rolecall.experience.batches import collate, lengths_of, runs_in
-from rolecall.experience.joined import Joined
+from rolecall.errors import UserError
+from rolecall.experience.batches import Joined, collate, lengths_of, runs_in
 from rolecall.maths import shaping
 from rolecall.maths.advantages import flat_groups
 from rolecall.maths.kl import kl_estimate
@@ -22,9 +22,8 @@ from rolecall.maths.roles import Role, TrainRule
 from rolecall.policy.load import LoadedModel
 from rolecall.policy.model import Against, Outputs, PolicyModel
 from rolecall.policy.sharded import is_sharded
-from rolecall.recipes.algorithms import Algorithm, Coefficients
-from rolecall.recipes.credit import turn_fields
-from rolecall.recipes.experience import compared, or_nan
+from rolecall.recipes.algorithms import Algorithm, Coefficients, required
+from rolecall.recipes.experience import or_nan, with_advantages
 from rolecall.recipes.replay import start_weights
 from rolecall.train.reference import Reference
 from rolecall.train.score import score
@@ -102,7 +101,9 @@ class Preparer:
         """`make` gives the algorithm once the coefficients are complete; `baselines` are scores of greedy answers, `extras` what
         else is known of each trajectory."""
         joined = Joined(trajectories)
-        batch, known = self._judged(trajectories, totals, joined, source, baselines)
+        batch, known = self._scored(trajectories, totals, joined, source, baselines)
+        facts = self._facts(trajectories, batch, known, joined, source)
+        batch = replace(batch, verdicts=self.rule.verdicts(batch.roles, **facts))
         if self.options.algorithm.credit != "episode":
             batch = replace(batch, **turn_fields(trajectories, extras, joined, width=batch.ids.shape[1]))  # type: ignore[arg-type]
         eligible = self.rule.eligible(batch.roles)
@@ -114,7 +115,8 @@ class Preparer:
         if self.options.algorithm.bootstrap_truncated and self.module.has_values:
             coefficients = replace(coefficients, bootstrap=joined.last(self._values_behind(batch, cut_off)))
         algorithm = make(coefficients)
-        return Prepared(batch=compared(batch, joined, algorithm), joined=joined, kl=kl, algorithm=algorithm)
+        batch = with_advantages(batch, joined, algorithm.advantage(joined.batch(batch)))
+        return Prepared(batch=batch, joined=joined, kl=kl, algorithm=algorithm)
 
     def score(
         self,
@@ -138,7 +140,7 @@ class Preparer:
                 keep=keep,
             )
 
-    def _judged(
+    def _scored(
         self,
         trajectories: Sequence[Trajectory],
         totals: Sequence[float | None],
@@ -146,34 +148,39 @@ class Preparer:
         source: Source,
         baselines: Sequence[float | None] | None,
     ) -> tuple[Batch, Tensor]:
-        """The batch with scores and verdicts, and [batch, time] where what is needed of the record is known."""
-        o, batch = self.options.algorithm, collate(trajectories)
+        """The batch with its scores, and [batch, time] where what is needed of the record is known."""
+        batch = collate(trajectories)
         if joined.cut:
             batch = replace(batch, episodes=joined.names)
         aborted = torch.tensor([t.finish is Finish.ABORT for t in trajectories])
         ended = torch.tensor([t.finish in (Finish.STOP, Finish.ENVIRONMENT) for t in trajectories])
-        cut_off = torch.tensor([t.finish.truncated for t in trajectories])
         scores = torch.where(aborted, torch.nan, self._shaped_scores(batch, totals, stopped=ended))
         if baselines is not None:  # without its baseline an answer has nothing to be compared with
             batch = replace(batch, baselines=or_nan(baselines))
             scores = torch.where(or_nan(baselines).isnan(), torch.nan, scores)
         if source.fresh and self.options.lessons.on:
             batch = replace(batch, guided=torch.tensor([t.behaviour_prompt_ids is not None for t in trajectories]))
-        include, known = ~scores.isnan(), torch.ones(batch.ids.shape, dtype=torch.bool)
+        known = torch.ones(batch.ids.shape, dtype=torch.bool)
         if source.recorded or batch.guided is not None:
             batch, known = _recorded(batch, self.rule.eligible(batch.roles))
-        flat = None
+        return replace(batch, scores=scores), known
+
+    def _facts(
+        self, trajectories: Sequence[Trajectory], batch: Batch, known: Tensor, joined: Joined, source: Source
+    ) -> dict[str, Tensor | None]:
+        """What speaks against training on a position, for `TrainRule.verdicts`."""
+        o, scores = self.options.algorithm, required(batch.scores)
+        aborted = torch.tensor([t.finish is Finish.ABORT for t in trajectories])
+        include, flat = ~scores.isnan(), None
         if o.drop_flat or (source.fresh and self.options.replay.replace_flat):
             flat = joined.split(flat_groups(joined.first(scores), joined.groups, include=joined.first(include)), 0)
-        verdicts = self.rule.verdicts(
-            batch.roles,
-            bad_record=aborted[:, None] | ~known,
-            reward_failed=~include,
-            blackout=runs_in(batch, self._blackout) if self._blackout else None,
-            truncated=cut_off if o.drop_truncated else None,
-            flat_group=flat,
-        )
-        return replace(batch, scores=scores, verdicts=verdicts), known
+        return {
+            "bad_record": aborted[:, None] | ~known,
+            "reward_failed": ~include,
+            "blackout": runs_in(batch, self._blackout) if self._blackout else None,
+            "truncated": torch.tensor([t.finish.truncated for t in trajectories]) if o.drop_truncated else None,
+            "flat_group": flat,
+        }
 
     def _shaped_scores(self, batch: Batch, totals: Sequence[float | None], *, stopped: Tensor) -> Tensor:
         """[batch] scores with the recipe's clipping and penalties; NaN where the reward failed."""
@@ -268,3 +275,52 @@ def _recorded(batch: Batch, eligible: Tensor) -> tuple[Batch, Tensor]:
     if held is None:
         held = torch.full(batch.ids.shape, torch.nan)
     return replace(batch, behaviour_logprobs=held), held.isfinite() | ~eligible
+
+
+TURN_REWARDS, TURN_STATES, TURN_MARKS = "turn_rewards", "turn_states", "turn_marks"
+"""Names in a trajectory's extras: one entry per turn of the agent's whole episode. Marks come from reward functions."""
+
+
+def turn_fields(
+    trajectories: Sequence[Trajectory], extras: Sequence[Mapping[str, Any]], joined: Joined, *, width: int
+) -> dict[str, Tensor]:
+    """The fields of a batch about turns, which are counted on through the samples of an episode.
+
+    A turn of no tokens is no turn: what was given for it belongs to the one before, or else to the first. Without marks the
+    environment's rewards are the marks.
+    """
+    shape = (len(trajectories), width)
+    turns, states = torch.full(shape, -1), torch.zeros(shape, dtype=torch.long)
+    rewards, marks = torch.zeros(shape, dtype=torch.float64), torch.full(shape, torch.nan, dtype=torch.float64)
+    for rows in joined.rows:
+        spans = [(row, *span) for row in rows for span in trajectories[row].turns]
+        known = extras[rows[0]] if extras else {}
+        given = _of_turns(known, TURN_REWARDS, len(spans)) or [0.0] * len(spans)
+        marked = _of_turns(known, TURN_MARKS, len(spans)) or given
+        seen = _of_turns(known, TURN_STATES, len(spans)) or [-1 - joined.index[rows[0]].item()] * len(spans)
+        number, lost, last = -1, 0.0, None
+        for (row, start, end), reward, mark, state in zip(spans, given, marked, seen, strict=True):
+            if start == end:
+                if last is None:
+                    lost += reward
+                else:
+                    rewards[last] += reward
+                continue
+            number, last = number + 1, (row, slice(start, end))
+            turns[last], states[last] = number, state
+            rewards[last], marks[last] = reward + lost, float("nan") if mark is None else mark
+            lost = 0.0
+    return {"turns": turns, "turn_rewards": rewards, "turn_marks": marks, "turn_states": states}
+
+
+def _of_turns(known: Mapping[str, Any], name: str, count: int) -> list[Any] | None:
+    found = known.get(name)
+    if found is None:
+        return None
+    if not isinstance(found, list) or len(found) != count:
+        said = f"{len(found)} of them" if isinstance(found, list) else repr(found)
+        raise UserError(
+            f"an episode has {count} turns of the policy, but its {name} are {said}: return a list with a number (or None) for "
+            "each assistant message of the completion"
+        )
+    return found

@@ -22,7 +22,7 @@ from rolecall.experience.updates import MiniBatch, write_updates
 from rolecall.files import DiskError, plain
 from rolecall.maths.losses import ratio
 from rolecall.maths.roles import TrainRule, Verdict
-from rolecall.recipes.ask import Answered
+from rolecall.recipes.collect import Answered
 from rolecall.recipes.experience import MiniStep, Rollout, or_nan
 from rolecall.train.rundir import RunDir
 from rolecall.train.step import trained

@@ -15,14 +15,13 @@ from torch import Tensor
 
 from rolecall.config.experience import ReplayOptions
 from rolecall.config.rl import RLOptions
-from rolecall.experience.batches import join
-from rolecall.experience.joined import Joined
+from rolecall.experience.batches import Joined, join
 from rolecall.experience.replay import Drawn, Limits, ReplayBuffer, StoredGroup
 from rolecall.maths import losses
 from rolecall.maths.roles import Verdict
 from rolecall.policy.model import Outputs
 from rolecall.recipes.algorithms import required, weighted
-from rolecall.recipes.experience import MiniStep, Replayed, Rollout, compared
+from rolecall.recipes.experience import MiniStep, Replayed, Rollout, with_advantages
 from rolecall.train.metrics import Meter
 from rolecall.train.ranks import Ranks
 from rolecall.train.step import Loss, Term, trained
@@ -74,7 +73,8 @@ class Replay:
             if o.mode != "observe":
                 joined = join(rollout.batch, batch)
                 if o.normalise == "joint":
-                    joined = compared(joined, _sequences(rollout, drawn.groups, joined), rollout.algorithm)
+                    whole = _sequences(rollout, drawn.groups, joined)
+                    joined = with_advantages(joined, whole, rollout.algorithm.advantage(whole.batch(joined)))
                     rollout = dataclasses.replace(rollout, batch=_fresh_part(rollout.batch, joined))
                 if not self._own_loss:
                     algorithm = dataclasses.replace(rollout.algorithm, loss=with_replay(rollout.algorithm.loss, o))

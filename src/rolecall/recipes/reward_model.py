@@ -7,7 +7,7 @@ micro-batches and spread over ranks. Left out: answers are never cut to fit, and
 scores, which the loss leaves free; `centre` sets it when training ends.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from math import nan, sqrt
 from pathlib import Path
@@ -23,21 +23,17 @@ from rolecall.maths.losses import bradley_terry
 from rolecall.policy.heads import RewardModel
 from rolecall.policy.load import Dtype
 from rolecall.policy.packing import right_padded
-from rolecall.policy.sharded import rest, spread
 from rolecall.recipes.given_rows import RowsLearner
-from rolecall.recipes.preferences import Pair, Pairs, read_pairs
+from rolecall.recipes.rendering import Pair, Pairs, read_pairs
 from rolecall.rewards.model import RewardSettings, encode_answer, score_ids, write_settings
 from rolecall.tasks.kinds import Record
 from rolecall.tasks.rows import Rows
-from rolecall.train.manifest import RefusedCheckpointError
 from rolecall.train.metrics import Meter
-from rolecall.train.persist import load_optimizer
+from rolecall.train.persist import ModelFiles
 from rolecall.train.ranks import Ranks
-from rolecall.train.state import NotFinite, first_non_finite, read_state, write_state
 from rolecall.train.step import Updater
 from rolecall.transfer import to_device
 
-_STATE = "trainer"
 Ids = tuple[int, ...]
 
 
@@ -164,46 +160,13 @@ def save_reward_model(model: RewardModel, directory: str | Path | None, settings
         write_settings(directory, settings)
 
 
-def write_checkpoint(
-    directory: Path,
-    *,
-    model: RewardModel,
-    settings: RewardSettings,
-    optimizer: torch.optim.Optimizer,
-    learner: Mapping[str, Any],
-    extra: Mapping[str, Any],
-) -> None:
-    """Write the model and all that the run needs to go on exactly; refuse if any weight is not finite."""
-    bad = first_non_finite(dict(model.named_parameters()))
-    if bad is not None:
-        raise NotFinite(f"{bad} is not finite: this checkpoint was not written, the last one is good")
-    save_reward_model(model, directory, settings)
-    write_state(
-        directory, _STATE, {"optimizer": optimizer.state_dict(), "learner": dict(learner), "extra": dict(extra)}
-    )
-
-
-def read_checkpoint(
-    directory: Path, *, model: RewardModel, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Put a checkpoint's weights and optimiser back; returns (learner state, extra)."""
-    state = read_state(directory, _STATE)
+def reward_model_files(model: RewardModel, settings: RewardSettings) -> ModelFiles:
+    """How a reward model is kept in checkpoints."""
     dtype: Dtype = "bfloat16" if model.trunk.dtype == torch.bfloat16 else "float32"
-    saved = RewardModel.load(directory, dtype=dtype).state_dict()
-    own = model.state_dict()
-    odd = [name for name in own if name not in saved or saved[name].shape != own[name].shape]
-    if odd:
-        there = tuple(saved[odd[0]].shape) if odd[0] in saved else "absent"
-        raise RefusedCheckpointError(
-            f"the checkpoint {directory} is of another model: {odd[0]} is {there} there and "
-            f"{tuple(own[odd[0]].shape)} here"
-        )
-    rest(model)
-    with torch.no_grad():
-        for name, held in own.items():
-            held.copy_(spread(saved[name], held))
-    load_optimizer(optimizer, state["optimizer"])
-    return state["learner"], state["extra"]
+    return ModelFiles(
+        save=lambda directory: save_reward_model(model, directory, settings),
+        load=lambda directory: RewardModel.load(directory, dtype=dtype).state_dict(),
+    )
 
 
 def _right(margins: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rolecall.config.rl import RLOptions
-from rolecall.experience.joined import Joined
+from rolecall.experience.batches import Joined
 from rolecall.maths.advantages import EMABaseline
 from rolecall.maths.entropy import EntropyTarget, FixedEntropy
 from rolecall.maths.kl import AdaptiveKL, FixedKL
@@ -21,11 +21,10 @@ from rolecall.policy.load import LoadedModel
 from rolecall.policy.lora import has_adapter, merged, merged_weights
 from rolecall.policy.model import PolicyModel
 from rolecall.policy.sharded import in_parts
-from rolecall.recipes.algorithms import Algorithm, Coefficients, algorithm_of, boosted
+from rolecall.recipes.algorithms import Algorithm, Coefficients, algorithm_of, boosted, own_advantage, own_loss
 from rolecall.recipes.collect import Answers, Collector
 from rolecall.recipes.experience import MiniStep, Rollout, Watch
 from rolecall.recipes.measure import finish, in_words, measure_resampled, measure_rollout, measure_update
-from rolecall.recipes.own import own_advantage, own_loss
 from rolecall.recipes.prepare import Preparer, Source
 from rolecall.recipes.replay import Replay, finish_replay, measure_replay
 from rolecall.rewards.records import Reward, why_unscored

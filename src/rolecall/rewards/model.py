@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from rolecall.errors import out_of_range
+from rolecall.policy.chat_template import template_kwargs
 from rolecall.policy.heads import RewardModel
 from rolecall.policy.load import Dtype, LoadError
 from rolecall.policy.packing import micro_batches, right_padded
-from rolecall.policy.row_template import template_kwargs
 from rolecall.policy.sharded import rounds
 from rolecall.rewards.records import Messages, Sample, Scored, report_failures
 

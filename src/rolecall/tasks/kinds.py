@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rolecall.policy.row_template import tools_of
+from rolecall.policy.chat_template import tools_of
 from rolecall.tasks.rows import RowError, Rows
 
 Kind = Literal["prompt", "prompt_completion", "messages", "text", "preference"]

@@ -9,9 +9,7 @@
 The latest is found by reading manifests and hashing files, never by a pointer. Pickles are never read.
 """
 
-import errno
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,16 +24,13 @@ from rolecall.files import (
     DiskError,
     disk_errno,
     disk_error,
-    free_bytes,
     fsync_path,
     plain,
     size_of,
     sweep_unfinished,
 )
-from rolecall.policy.headers import FormatError
 from rolecall.train import manifest
-from rolecall.train.formats import check_format
-from rolecall.train.manifest import MANIFEST, DamagedCheckpointError, RefusedCheckpointError
+from rolecall.train.manifest import DamagedCheckpointError
 
 ABSENT = "(absent)"
 """Stands for a field one of two configs does not have."""
@@ -79,7 +74,6 @@ def begin(
     config: object,
     keep: int = 2,
     protect: Iterable[int] = (),
-    need_bytes: int = 0,
 ) -> Callable[[], Path]:
     """Write step `step` aside under `root`. The function that is returned completes it, from any thread, and returns its
     directory, `step-000010`.
@@ -87,7 +81,7 @@ def begin(
     `write` is given an empty directory and puts files into it; they need not have reached the disk. To complete them
     they are fsynced, hashed and named in the manifest, and only then does the directory take its name. Afterwards the
     newest `keep` checkpoints and the steps in `protect` stay, the others go; so there must be room for one more than are
-    kept. With `need_bytes`, the size the caller expects, a disk that is too small is found before anything is written.
+    kept.
 
     Both raise `DiskError` if the disk is full, read-only or gone; what was written is removed and everything saved before
     is untouched, so that the run can go on and try again later. Whatever else `write` raises is passed on.
@@ -99,14 +93,11 @@ def begin(
     final = root / f"step-{step:06d}"
     unfinished = _aside(final, "tmp")
     plain_config, kept = _plain_config(config), {*protect, step}
-    removing = partial(_removing, unfinished, final, need_bytes)
+    removing = partial(_removing, unfinished, final)
     with removing():
         if not root.is_dir():
             root.mkdir()
             fsync_path(root.parent)
-        free = free_bytes(root)
-        if free is not None and free < need_bytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
         unfinished.mkdir()
         write(unfinished)
 
@@ -126,7 +117,7 @@ def save(root: Path, step: int, write: Callable[[Path], None], *, config: object
 
 
 @contextmanager
-def _removing(unfinished: Path, final: Path, need_bytes: int) -> Iterator[None]:
+def _removing(unfinished: Path, final: Path) -> Iterator[None]:
     """Removes what was written if something goes wrong; what the disk is to blame for is a `DiskError`."""
     try:
         yield
@@ -138,7 +129,7 @@ def _removing(unfinished: Path, final: Path, need_bytes: int) -> Iterator[None]:
             raise
         known = error.need or 0 if isinstance(error, DiskError) else 0
         root = final.parent
-        need = max(need_bytes, known, written, *(size_of(path) for _, path in _complete(root)))
+        need = max(known, written, *(size_of(path) for _, path in _complete(root)))
         raise disk_error(f"checkpoint {final.name}", root, code, need=need) from error
 
 
@@ -165,31 +156,6 @@ def latest(root: Path, *, strict: bool = False, read_only: bool = False) -> Chec
             return _put_back(checkpoint)
         return checkpoint
     return None
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at a path that somebody gave, verified.
-
-    Raises `RefusedCheckpointError` for anything that is not a checkpoint of this program: a file, a pickle, a zip, a
-    directory without a manifest. None of them is read beyond its first bytes.
-    """
-    if not path.exists():
-        raise RefusedCheckpointError(f"{path} does not exist; give a directory such as checkpoints/step-000010")
-    if not path.is_dir():
-        try:
-            check_format(path)
-        except FormatError as error:
-            raise RefusedCheckpointError(f"{error}; give a directory such as checkpoints/step-000010") from error
-        raise RefusedCheckpointError(f"{path} is a file; give a directory such as checkpoints/step-000010")
-    if not (path / MANIFEST).is_file():
-        for child in sorted(path.iterdir()):
-            if child.is_file():
-                try:
-                    check_format(child)
-                except FormatError as error:
-                    raise RefusedCheckpointError(str(error)) from error
-        raise RefusedCheckpointError(f"{path} has no {MANIFEST}, so it is not a complete checkpoint of this program")
-    return verify(path)
 
 
 def verify(path: Path) -> Checkpoint:

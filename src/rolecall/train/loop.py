@@ -132,28 +132,53 @@ class Loop:
         self._idle = state.get("idle")
 
     def go(self, *, start: int, title: str) -> Outcome:
-        """Steps start + 1 to the last, unless something ends the run before."""
+        """Steps start + 1 to the last, unless something ends the run before. Steps count from 0 inside learners and from 1
+        in files."""
         self.saver.saved, self._done = start or None, start
         with StopSignals(grace=self.grace) as stop:
             self.peers.on_loss = stop.drop
             if start >= self.options.steps and not self._unevaluated:
-                if self._idle:
-                    return self._end(start, ExitCode.ERROR, f"nothing has trained in the {_counted(start)} of this run")
-                return self._end(start, ExitCode.DONE, f"all {start} steps are done already; `--steps +N` adds more")
+                return self._end_before(start)
             self.progress.begin(title, start=start, steps=self.options.steps)
             try:
-                self._tell("on_begin", start)
-                asked = self._asked(stop)
-                if asked in (Asked.CALLBACK_STOPPED, Asked.CALLBACK_FAILED):
-                    return self._end_as_asked(asked, start, stop)
-                if start == 0 and self.evaluate is not None and self.options.eval_every:
-                    self._evaluate(0, stop)
-                return self._steps(start, stop)
+                outcome, step = self._begin(start, stop), start
+                for step in range(start + 1 - self._unevaluated, self.options.steps + 1):
+                    if outcome is not None:
+                        return outcome
+                    metrics: dict[str, float] = {}
+                    again, self._unevaluated = step == self._done, False
+                    if not again:  # else only the evaluation of the first step is missing
+                        self._undo = self._way_back(), self._moved()
+                        with self.timer.phase("step_time"):
+                            with self.timer.phase("collect"), stop.droppable():
+                                experience = self.learner.collect(step - 1)
+                            with self.timer.phase("update"):
+                                self.learner.update(experience)
+                        del experience
+                        metrics = self._log_step(step)
+                    outcome = self._after(step, metrics, stop, again=again)
+                return outcome or self._end(step, ExitCode.DONE, f"done after {_counted(step)}")
             except (Dropped, Exception) as error:
                 return self._broken_off(error, stop)
             finally:
                 self.saver.complete()
                 self.progress.end()
+
+    def _end_before(self, start: int) -> Outcome:
+        """Nothing is left to do."""
+        if self._idle:
+            return self._end(start, ExitCode.ERROR, f"nothing has trained in the {_counted(start)} of this run")
+        return self._end(start, ExitCode.DONE, f"all {start} steps are done already; `--steps +N` adds more")
+
+    def _begin(self, start: int, stop: StopSignals) -> Outcome | None:
+        """The evaluation before the first step; the outcome if a callback wants no step at all."""
+        self._tell("on_begin", start)
+        asked = self._asked(stop)
+        if asked in (Asked.CALLBACK_STOPPED, Asked.CALLBACK_FAILED):
+            return self._end_as_asked(asked, start, stop)
+        if start == 0 and self.evaluate is not None and self.options.eval_every:
+            self._evaluate(0, stop)
+        return None
 
     def tell_end(self, outcome: Outcome) -> Outcome:
         """Call the callbacks when the model is written; one that fails now turns the outcome into an error."""
@@ -164,52 +189,50 @@ class Loop:
         self.progress.say(str(self.callbacks.failed))
         return replace(outcome, exit_code=ExitCode.ERROR, reason=str(self.callbacks.failed))
 
-    def _steps(self, start: int, stop: StopSignals) -> Outcome:
-        o, step = self.options, start
-        for step in range(start + 1 - self._unevaluated, o.steps + 1):
-            again, self._unevaluated = step == self._done, False  # of the first step only its evaluation may be missing
-            metrics = {} if again else self._one(step, stop)
-            if metrics.get("skipped"):
-                self._bad += 1
-                self._blame = self._blame or self._bad_tensor(step)
-            elif metrics:
-                self._bad, self._blame = 0, None
-            if self._bad >= o.bad_steps:
-                what = f"loss or gradient was not finite in {self._bad} steps in a row"
-                return self._diverged(step, what + (f", first {self._blame}" if self._blame else ""))
-            error = self._unscored(step, metrics)
-            reached = improved = False
-            if error is None and self._due(step, o.eval_every):
-                score = self._evaluate(step, stop)
-                improved = self.best_step == step
-                reached = o.stop_at is not None and score is not None and self._reaches(score, o.stop_at)
-            if error is None and not reached:
-                error = self._untrained(over=step == o.steps)
-            asked = self._asked(stop)
-            last = bool(asked) or error is not None or reached or step == o.steps
-            not_finite = None
-            if last or improved or again or (o.save_every and step % o.save_every == 0):
-                try:
-                    self._save(step, stop, wait=last)
-                except NotFinite as found:
-                    not_finite = str(found)
-                asked = self._asked(stop)  # a callback may stop the run when it is told of the checkpoint
-            failures = self.agree(inf if not_finite else float(self.saver.failures))
-            if failures == inf:
-                return self._diverged(step, not_finite or "a weight is not finite")
-            if failures >= o.disk_failures or (last and failures):
-                tries = f"{failures:.0f} tries" if failures > 1 else "the last try"
-                why = f"no checkpoint could be written in {tries}{self.saver.why_not}: {self.saver.kept()}"
-                return self._end(step, ExitCode.DISK, why)
-            if asked > Asked.CALLBACK_STOPPED:
-                return self._end_as_asked(asked, step, stop)
-            if error is not None:
-                return self._end(step, ExitCode.ERROR, error)
-            if asked:
-                return self._end_as_asked(asked, step, stop)
-            if reached:
-                return self._end(step, ExitCode.DONE, f"{o.main} reached {o.stop_at} at step {step}")
-        return self._end(step, ExitCode.DONE, f"done after {_counted(step)}")
+    def _after(self, step: int, metrics: Mapping[str, float], stop: StopSignals, *, again: bool) -> Outcome | None:
+        """Evaluate and save when it is time, and the outcome if the run ends with this step."""
+        o = self.options
+        if metrics.get("skipped"):
+            self._bad += 1
+            self._blame = self._blame or self._bad_tensor(step)
+        elif metrics:
+            self._bad, self._blame = 0, None
+        if self._bad >= o.bad_steps:
+            what = f"loss or gradient was not finite in {self._bad} steps in a row"
+            return self._diverged(step, what + (f", first {self._blame}" if self._blame else ""))
+        error = self._unscored(step, metrics)
+        reached = improved = False
+        if error is None and self._due(step, o.eval_every):
+            score = self._evaluate(step, stop)
+            improved = self.best_step == step
+            reached = o.stop_at is not None and score is not None and self._reaches(score, o.stop_at)
+        if error is None and not reached:
+            error = self._untrained(over=step == o.steps)
+        asked = self._asked(stop)
+        last = bool(asked) or error is not None or reached or step == o.steps
+        not_finite = None
+        if last or improved or again or (o.save_every and step % o.save_every == 0):
+            try:
+                self._save(step, stop, wait=last)
+            except NotFinite as found:
+                not_finite = str(found)
+            asked = self._asked(stop)  # a callback may stop the run when it is told of the checkpoint
+        failures = self.agree(inf if not_finite else float(self.saver.failures))
+        if failures == inf:
+            return self._diverged(step, not_finite or "a weight is not finite")
+        if failures >= o.disk_failures or (last and failures):
+            tries = f"{failures:.0f} tries" if failures > 1 else "the last try"
+            why = f"no checkpoint could be written in {tries}{self.saver.why_not}: {self.saver.kept()}"
+            return self._end(step, ExitCode.DISK, why)
+        if asked > Asked.CALLBACK_STOPPED:
+            return self._end_as_asked(asked, step, stop)
+        if error is not None:
+            return self._end(step, ExitCode.ERROR, error)
+        if asked:
+            return self._end_as_asked(asked, step, stop)
+        if reached:
+            return self._end(step, ExitCode.DONE, f"{o.main} reached {o.stop_at} at step {step}")
+        return None
 
     def _broken_off(self, error: BaseException, stop: StopSignals) -> Outcome:
         """A signal's grace is over, or a peer is lost: go back to the last complete step, save it, and end.
@@ -255,16 +278,13 @@ class Loop:
     def _due(self, step: int, every: int) -> bool:
         return self.evaluate is not None and bool(every) and (step % every == 0 or step == self.options.steps)
 
-    def _one(self, step: int, stop: StopSignals) -> dict[str, float]:
-        """One step; steps count from 0 inside learners and from 1 in files."""
+    def _way_back(self) -> Callable[[], None]:
+        """Takes back what collecting changes."""
         mark = getattr(self.learner, "mark", None)
-        back = mark() if mark is not None else partial(self.learner.load_state_dict, self.learner.state_dict())
-        self._undo = back, self._moved()
-        with self.timer.phase("step_time"):
-            with self.timer.phase("collect"), stop.droppable():
-                experience = self.learner.collect(step - 1)
-            with self.timer.phase("update"):
-                self.learner.update(experience)
+        return mark() if mark is not None else partial(self.learner.load_state_dict, self.learner.state_dict())
+
+    def _log_step(self, step: int) -> dict[str, float]:
+        """Write and show the numbers of a step that is complete."""
         self._done, self._undo = step, None
         metrics = self.learner.metrics()
         metrics = metrics | self.callbacks.call("on_step", step, metrics)

@@ -1,60 +1,86 @@
 """What a checkpoint holds: the policy in Hugging Face layout, and everything else the run needs to go on exactly."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
-from rolecall.policy.load import LoadedModel, save
+from rolecall.policy.load import LoadedModel, save, save_about
 from rolecall.policy.lora import export, has_adapter
-from rolecall.policy.model import PolicyModel
 from rolecall.policy.sharded import rest, spread
 from rolecall.train.manifest import RefusedCheckpointError
 from rolecall.train.parts import FOLDER, Parts
-from rolecall.train.state import NotFinite, first_non_finite, read_state, write_state
+from rolecall.train.state import check_finite, read_state, write_state
 
 _STATE = "trainer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFiles:
+    """How weights become files of a checkpoint that others can load, and come back from them."""
+
+    save: Callable[[Path], None]
+    """Writes them into a directory."""
+    load: Callable[[Path], Mapping[str, Tensor]]
+    """Reads them, by the names of the module's parameters."""
+    about: Callable[[Path], None] = lambda directory: None
+    """Writes what describes the model, where its weights are saved in parts."""
+    beside: Callable[[str], bool] | None = None
+    """Whether a parameter is not in these files; None if all are."""
+
+
+def policy_files(policy: LoadedModel) -> ModelFiles:
+    """The Hugging Face files of a policy. They do not hold heads, critics and adapters."""
+    adapted = has_adapter(policy)
+
+    def load(directory: Path) -> dict[str, Tensor]:
+        weights: dict[str, Tensor] = {}
+        for path in [] if adapted else sorted(directory.glob("model*.safetensors")):
+            weights |= {f"model.{name}": tensor for name, tensor in load_file(path).items()}
+        return weights
+
+    return ModelFiles(
+        save=partial(export if adapted else save, policy),
+        load=load,
+        about=partial(save_about, policy),
+        beside=lambda name: not name.startswith("model.") or (adapted and "lora_" in name),
+    )
 
 
 def write_checkpoint(
     directory: Path,
     *,
-    policy: LoadedModel,
-    module: PolicyModel,
+    files: ModelFiles,
+    module: nn.Module,
     optimizer: torch.optim.Optimizer,
     learner: Mapping[str, Any],
     extra: Mapping[str, Any],
 ) -> None:
     """Write all state of a run into a directory; refuse if any weight is not finite."""
-    bad = first_non_finite(dict(module.named_parameters()))
-    if bad is not None:
-        raise NotFinite(f"{bad} is not finite: this checkpoint was not written, the last one is good")
-    (export if has_adapter(policy) else save)(policy, directory)
-    state = {
-        "optimizer": optimizer.state_dict(),
-        "learner": dict(learner),
-        "extra": dict(extra),
-        "beside": {name: p.detach() for name, p in module.named_parameters() if _beside(name, policy)},
-    }
+    check_finite(module)
+    files.save(directory)
+    state = {"optimizer": optimizer.state_dict(), "learner": dict(learner), "extra": dict(extra)}
+    if files.beside is not None:
+        state["beside"] = {name: p.detach() for name, p in module.named_parameters() if files.beside(name)}
     write_state(directory, _STATE, state)
 
 
 def read_checkpoint(
-    directory: Path, *, policy: LoadedModel, module: PolicyModel, optimizer: torch.optim.Optimizer
+    directory: Path, *, files: ModelFiles, module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Put a checkpoint's weights and optimiser back, also into a sharded module; returns (learner state, extra)."""
     state = read_state(directory, _STATE)
     rest(module)
-    own = dict(module.named_parameters())
-    weights = dict(state["beside"])
-    unknown = sorted(weights.keys() - own.keys())
-    if not has_adapter(policy):
-        weights |= {f"model.{name}": tensor for name, tensor in _saved_weights(directory).items()}
+    own, beside = dict(module.named_parameters()), state.get("beside", {})
+    weights = {**beside, **files.load(directory)}
     missing = [name for name, p in own.items() if p.requires_grad and name not in weights]
     odd = [n for n, w in weights.items() if n in own and own[n].shape != w.shape]
-    for name in missing + odd + unknown:
+    for name in [*missing, *odd, *sorted(beside.keys() - own.keys())]:
         there, here = (str(tuple(w[name].shape)) if name in w else "absent" for w in (weights, own))
         raise RefusedCheckpointError(
             f"the checkpoint {directory} is of another model: {name} is {there} there and {here} here"
@@ -107,15 +133,3 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     optimizer.load_state_dict(state)
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
-
-
-def _beside(name: str, policy: LoadedModel) -> bool:
-    """Parameters that the Hugging Face files of the policy do not hold: heads, critics, adapters."""
-    return not name.startswith("model.") or (has_adapter(policy) and "lora_" in name)
-
-
-def _saved_weights(directory: Path) -> dict[str, torch.Tensor]:
-    weights: dict[str, torch.Tensor] = {}
-    for path in sorted(directory.glob("model*.safetensors")):
-        weights |= load_file(path)
-    return weights

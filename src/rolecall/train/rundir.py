@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from rolecall.errors import UserError
-from rolecall.files import TMP_MARK, DiskError, disk_errno, disk_error, free_bytes, fsync_path, sweep_unfinished
+from rolecall.files import TMP_MARK, DiskError, disk_errno, disk_error, fsync_path, sweep_unfinished
 from rolecall.train import checkpoint
 from rolecall.train.jsonl import JsonLines
 from rolecall.train.lock import LOCK, RunLock
@@ -56,7 +56,7 @@ class RunDir:
     """`runs/<name>`, held by this process until `close`.
 
     ```
-    with RunDir(Path("runs"), "first", need_bytes=3 * size) as run:
+    with RunDir(Path("runs"), "first") as run:
         write_atomically(run.config, ...)
         run.metrics.append({"step": 1, "loss": 0.5})
     ```
@@ -65,9 +65,7 @@ class RunDir:
     removes an earlier run's files, and nothing else. Only one process of a job opens it (rank 0).
     """
 
-    def __init__(
-        self, runs: Path, name: str, *, resume: bool = False, overwrite: bool = False, need_bytes: int = 0
-    ) -> None:
+    def __init__(self, runs: Path, name: str, *, resume: bool = False, overwrite: bool = False) -> None:
         if resume and overwrite:
             raise RunDirError("resume and overwrite contradict each other; give one of them")
         self.path = run_path(runs, name)
@@ -83,7 +81,6 @@ class RunDir:
         self._lock = _locked(self.path, resume=resume)
         try:
             _check_use(self.path, resume=resume, overwrite=overwrite)
-            _check_room(self.path, need_bytes)
             if overwrite:
                 _clear(self.path)
             for folder in (self.rollouts, self.updates, self.checkpoints):
@@ -213,19 +210,6 @@ def _is_void(child: Path) -> bool:
     if child.name not in _LAYOUT or child.is_symlink():
         return False
     return not any(child.iterdir()) if child.is_dir() else child.stat().st_size == 0
-
-
-def _check_room(path: Path, need_bytes: int) -> None:
-    """Find out now, not after the first hours, that the disk is too small."""
-    free = free_bytes(path)
-    if free is not None and free < need_bytes:
-        raise DiskError(
-            f"the run in {path} needs about {need_bytes:,} bytes but {free:,} are free; make room, keep fewer "
-            "checkpoints, or choose another disk",
-            path=path,
-            need=need_bytes,
-            free=free,
-        )
 
 
 def _clear(path: Path) -> None:

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from rolecall.files import disk_errno, disk_error
 from rolecall.policy.sharded import local
-from rolecall.train.formats import check_format
+from rolecall.train.manifest import check_format
 
 
 class NotFinite(RuntimeError):
@@ -84,6 +84,13 @@ def first_non_finite(state: object) -> str | None:
         if not bool(torch.isfinite(wide).all()):
             return "/".join(path)
     return None
+
+
+def check_finite(module: nn.Module) -> None:
+    """Raise `NotFinite` if a weight is NaN or infinite."""
+    bad = first_non_finite(dict(module.named_parameters()))
+    if bad is not None:
+        raise NotFinite(f"{bad} is not finite: this checkpoint was not written, the last one is good")
 
 
 def _tensors(value: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:

@@ -113,27 +113,33 @@ class Updater:
             _forget(module)
             return self._nothing(batch)
         tally = Tally(batch, *self._denominators(batch, loss), device=self.accelerator.device, record=record)
-        rows = trained(batch).any(dim=1).nonzero().flatten()  # the others cost nothing
-        parts = micro_batches(
-            lengths_of(batch)[rows],
-            token_budget=self.token_budget,
-            groups=batch.groups[rows] if shares_prefixes(module) else None,
-        )
-        parts = [rows[part] for part in parts]
         total: dict[str, float] = {}
 
-        def is_finite() -> bool:
+        def backward(rows: Tensor) -> None:
+            if len(rows):
+                part = batch.rows(rows)
+                part = part.trimmed(max(2, int(lengths_of(part).max())))
+                ids, wanted, supports = part.ids, trained(part), part.supports
+                part = part.to(self.accelerator.device)
+            else:
+                (ids, wanted), supports = filler(), None
+
+            def row_loss(outputs: Outputs, which: slice) -> Tensor:
+                return tally.add(loss(outputs, part.rows(which)), outputs, rows[which])
+
+            how: dict[str, Any] = {"temperature": temperature, "against": against, "supports": supports}
+            summed, _ = self.module(ids, wanted, loss=row_loss, **how)
+            # DDP averages gradients over ranks; the denominators already count them all.
+            self.accelerator.backward(summed * self.accelerator.num_processes)
+
+        def loss_is_finite() -> bool:
             tally.settle()
             sums = self.all_sum(torch.stack(list(tally.terms.values()))).tolist()
             total.update(zip(tally.terms, sums, strict=True))
             return math.isfinite(sum(tally.coefs[name] * term for name, term in total.items()))
 
-        grad_norm, finite = self.descend(
-            parts,
-            lambda rows: self._micro_batch(batch, rows, loss, tally, temperature, against),
-            is_finite,
-            place=place,
-        )
+        parts = self._micro_batches(batch, groups=shares_prefixes(module))
+        grad_norm, finite = self.descend(parts, backward, loss_is_finite, place=place)
         _forget(module)
         return StepResult(
             terms=total,
@@ -215,29 +221,13 @@ class Updater:
         local = torch.stack([denominator(term, batch) for term in terms.values()])
         return terms, dict(zip(terms, self.all_sum(local), strict=True))
 
-    def _micro_batch(
-        self,
-        batch: Batch,
-        rows: Tensor,
-        loss: Loss,
-        tally: "Tally",
-        temperature: float,
-        against: Against | None,
-    ) -> None:
-        if len(rows):
-            part = batch.rows(rows)
-            part = part.trimmed(max(2, int(lengths_of(part).max())))
-            ids, wanted, supports = part.ids, trained(part), part.supports
-            part = part.to(self.accelerator.device)
-        else:
-            (ids, wanted), supports = filler(), None
-
-        def row_loss(outputs: Outputs, which: slice) -> Tensor:
-            return tally.add(loss(outputs, part.rows(which)), outputs, rows[which])
-
-        total, _ = self.module(ids, wanted, temperature=temperature, loss=row_loss, against=against, supports=supports)
-        # DDP averages gradients over ranks; the denominators already count them all.
-        self.accelerator.backward(total * self.accelerator.num_processes)
+    def _micro_batches(self, batch: Batch, *, groups: bool) -> list[Tensor]:
+        """The rows of each micro-batch, as far as they train; with `groups`, those of a group together where they fit."""
+        rows = trained(batch).any(dim=1).nonzero().flatten()
+        parts = micro_batches(
+            lengths_of(batch)[rows], token_budget=self.token_budget, groups=batch.groups[rows] if groups else None
+        )
+        return [rows[part] for part in parts]
 
     def _clip(self) -> float:
         """The gradient's norm; a gradient that is not finite is left as it is, to be looked at."""

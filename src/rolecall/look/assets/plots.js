@@ -335,11 +335,11 @@
   // ---- one run ----
   const findingCards = (found, answers) => found.map((one) => {
     const where = (steps) => (steps[0] === steps[1] ? `step ${steps[0]}` : `steps ${steps[0]} to ${steps[1]}`);
-    const links = one.places.flatMap(([step, row, token]) => [make("a", { href: `${answers}/${step}/${row}${token === null ? "" : `#token-${token}`}` }, `step ${step}, answer ${row}${token === null ? "" : `, token ${token}`}`), " "]);
+    const links = one.evidence.flatMap(([step, row, token]) => [make("a", { href: `${answers}/${step}/${row}${token === null ? "" : `#token-${token}`}` }, `step ${step}, answer ${row}${token === null ? "" : `, token ${token}`}`), " "]);
     return make("div", { class: "finding" },
       make("h4", {}, one.kind, " ", make("small", {}, `${one.sure}, ${where(one.steps)}`)),
       make("p", {}, one.sentence),
-      make("p", { class: "note" }, "Try first: ", make("code", {}, one.setting), one.did ? ` – ${one.did}` : ""),
+      make("p", { class: "note" }, "Try first: ", make("code", {}, one.setting), `. In our run with this fault, ${one.did}.`),
       links.length ? make("p", { class: "note" }, "Seen in ", ...links) : "");
   });
   const watch = (section) => {
@@ -353,6 +353,7 @@
         const { found, marks, error } = await (await fetched(findings)).json();
         if (error) throw new Error(error);
         plots.mark(marks);
+        document.querySelector("nav a[href='#doctor']").textContent = found.length ? `Doctor: ${found.length} found` : "Doctor";
         box.replaceChildren(...(found.length ? findingCards(found, answers) : [make("p", { class: "note" }, "Nothing that rolecall doctor knows of.")]));
       } catch (error) { box.replaceChildren(make("p", { class: "note" }, error.message)); }
     };

@@ -154,12 +154,19 @@
   };
   if (kind === "runs") {
     const update = document.querySelector("table.runs") ? table() : () => location.reload();
+    const content = document.getElementById("content"); // which knows what table it shows, so that no change falls between two streams
     const changed = async () => {
-      try { const answer = await fetched("/"); if (answer.ok) update(new DOMParser().parseFromString(await answer.text(), "text/html")); }
+      try {
+        const answer = await fetched("/");
+        if (!answer.ok) return;
+        const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
+        content.dataset.seen = fresh.getElementById("content").dataset.seen;
+        update(fresh);
+      }
       catch (error) { say(error.message); }
     };
     let source = null;
-    whileSeen(() => { if (source) changed(); source = listen("/events", { changed }); }, () => source?.close());
+    whileSeen(() => { source = listen(`/events?seen=${content.dataset.seen}`, { changed }); }, () => source?.close());
   }
 
   // ---- answers: n and p go on to the next and back, u up to the list ----

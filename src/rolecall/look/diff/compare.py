@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from rolecall.errors import UserError
+from rolecall.look.compare import groups_of
 from rolecall.look.diff.parting import Followed, follow
-from rolecall.look.diff.seeds import SidesDifference, same_settings, sides_differ
-from rolecall.look.run import RunFiles, check_directory, is_demo, read_run
+from rolecall.look.diff.seeds import SidesDifference, sides_differ
+from rolecall.look.run import RunFiles, flat, read_several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,13 +57,12 @@ def compare(runs: Sequence[Path], against: Sequence[Path] = ()) -> Comparison:
         raise UserError("there is nothing to compare with: give two runs or more, such as runs/rl-1 runs/rl-2")
     if against and not runs:
         raise UserError("--against needs runs on the other side: rolecall diff A1 A2 --against B1 B2")
-    _check_apart([*runs, *against])
-    read = [_read(path) for path in (*runs, *against)]
+    read = read_several([*runs, *against])
     commands = {run.command: run.path for run in read}
     if len(commands) > 1:
         (one, first), (two, second) = list(commands.items())[:2]
         raise UserError(f"{first} is a run of {one} and {second} one of {two}; give runs of one command")
-    sides = [read[: len(runs)], read[len(runs) :]] if against else same_settings(read)
+    sides = [read[: len(runs)], read[len(runs) :]] if against else _by_settings(read)
     if not against and all(len(side) < 2 for side in sides):
         sides = [[run] for run in read]
     if len(sides) == 1:
@@ -78,17 +77,9 @@ def compare(runs: Sequence[Path], against: Sequence[Path] = ()) -> Comparison:
     )
 
 
-def _check_apart(paths: Sequence[Path]) -> None:
-    for a, b in combinations(paths, 2):
-        if a.resolve() == b.resolve():
-            raise UserError(f"{a} is given twice; give different runs")
-
-
-def _read(path: Path) -> RunFiles:
-    check_directory(path)
-    if is_demo(path):
-        raise UserError(f"{path} is a demo of several runs; give two of them, such as {path / 'ppo'} {path / 'grpo'}")
-    return read_run(path)
+def _by_settings(runs: Sequence[RunFiles]) -> list[list[RunFiles]]:
+    groups = groups_of({str(run.path): run for run in runs})
+    return [[run for _, run in group.runs] for group in groups]
 
 
 def _counterparts(one: Sequence[RunFiles], two: Sequence[RunFiles]) -> tuple[RunFiles, RunFiles]:
@@ -98,7 +89,7 @@ def _counterparts(one: Sequence[RunFiles], two: Sequence[RunFiles]) -> tuple[Run
 
 
 def _pair(a: RunFiles, b: RunFiles) -> PairDifference:
-    settings = tuple(_changed(dict(_flat(a.config)), dict(_flat(b.config))))
+    settings = tuple(_changed(dict(flat(a.config)), dict(flat(b.config))))
     versions = tuple(_changed(_made_with(a), _made_with(b)))
     followed = follow(a, b)
     return PairDifference(
@@ -113,29 +104,23 @@ def _pair(a: RunFiles, b: RunFiles) -> PairDifference:
 def _cause(settings: Sequence[Changed], versions: Sequence[Changed]) -> str:
     names = [changed.name for changed in settings]
     made = [changed.name for changed in versions]
-    if len(names) == 1 and not made:
-        return f"{names[0]} is the only setting that differs, and versions and threads are the same"
-    if not names and len(made) == 1:
-        return f"all settings are the same; {made[0]} differs"
     if not names and not made:
         return (
             "all settings, versions and threads are the same: look for what is not a setting (a file, a reward's code)"
         )
-    return f"{len(names)} settings and {len(made)} versions or facts of the machine differ"
+    if len(names) == 1 and not made:
+        return f"{names[0]} is the only setting that differs, and versions and threads are the same"
+    if not made:
+        return f"{len(names)} settings differ, and versions and threads are the same"
+    if not names:
+        return f"all settings are the same; {', '.join(made)} {'differs' if len(made) == 1 else 'differ'}"
+    return f"{len(names)} setting{'s' * (len(names) > 1)} and {', '.join(made)} differ"
 
 
 def _changed(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Changed]:
     for name in dict.fromkeys([*a, *b]):
         if a.get(name) != b.get(name):
             yield Changed(name=name, values=(a.get(name), b.get(name)))
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _made_with(run: RunFiles) -> dict[str, Any]:

@@ -5,10 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rolecall.look.charts import is_number
-from rolecall.look.diff.numbers import metrics_part
-from rolecall.look.diff.record import Record, read_record
-from rolecall.look.diff.rollouts import rollouts_part
-from rolecall.look.diff.updates import updates_part
+from rolecall.look.diff.steps import Record, metrics_part, read_record, rollouts_part, updates_part
 from rolecall.look.run import RunFiles
 
 GIVEN = ("sft", "dpo", "rm")

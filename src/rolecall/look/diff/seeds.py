@@ -1,12 +1,11 @@
 """Several seeds on each side: how far apart two sides are, and whether that is more than noise."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rolecall.look.charts import is_number
+from rolecall.look.compare import ends_of
 from rolecall.look.run import RunFiles
 
 LEVEL = 0.95
@@ -50,18 +49,9 @@ class SidesDifference:
     """Whether the sides differ by more than noise."""
 
 
-def same_settings(runs: Sequence[RunFiles]) -> list[list[RunFiles]]:
-    """The runs in lists of equal settings, seeds apart."""
-    held: dict[str, list[RunFiles]] = {}
-    for run in runs:
-        settings = {name: value for name, value in run.config.items() if name != "seed"}
-        held.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
-    return list(held.values())
-
-
 def sides_differ(one: Sequence[RunFiles], two: Sequence[RunFiles]) -> SidesDifference:
     """Compare the ends of the runs of two sides, at least two each."""
-    ends = [[_ends(run) for run in side] for side in (one, two)]
+    ends = [[ends_of(run) for run in side] for side in (one, two)]
     names = [name for name in ends[0][0] if all(name in held for side in ends for held in side)]
     if {"reward", "return"} & set(names):  # then the loss says nothing of how good a policy is
         names = [name for name in names if name != "loss"]
@@ -77,19 +67,6 @@ def sides_differ(one: Sequence[RunFiles], two: Sequence[RunFiles]) -> SidesDiffe
 def _seed(run: RunFiles) -> int | None:
     held = run.about.get("seed")
     return held if isinstance(held, int) else None
-
-
-def _ends(run: RunFiles) -> dict[str, float]:
-    """Every number at the end of a run."""
-    names = dict.fromkeys(name for line in run.steps for name in line if name != "step")
-    found = {}
-    for name in names:
-        values = [float(line[name]) for line in run.steps if is_number(line.get(name))]
-        if values:
-            found[name] = float(np.mean(values[-max(1, len(values) // 10) :]))
-    for line in run.evaluations:
-        found |= {name: float(value) for name, value in line.items() if name != "step" and is_number(value)}
-    return found
 
 
 def _compare(name: str, one: Sequence[float], two: Sequence[float]) -> MetricDifference:

@@ -1,17 +1,20 @@
 """All checks on a run."""
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from rolecall.errors import UserError
 from rolecall.look.doctor import episodes, policy, scores
-from rolecall.look.doctor.finding import Finding
+from rolecall.look.doctor.finding import Finding, Seen
 from rolecall.look.doctor.reading import RunRecord
-from rolecall.look.run import RunFiles, check_directory, is_demo, read_run
+from rolecall.look.page import asset
+from rolecall.look.run import RunFiles, read_single
 
-CHECKS: tuple[Callable[[RunRecord], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[RunRecord], Seen | None], ...] = (
     policy.lr_too_large,
     policy.lr_too_small,
     policy.rounded_away,
@@ -44,10 +47,7 @@ CHECKS: tuple[Callable[[RunRecord], Iterator[Finding]], ...] = (
 
 def findings(run_directory: Path) -> list[Finding]:
     """What looks wrong with a run, in the order of docs/doctor.md; works while the run goes on."""
-    check_directory(run_directory)
-    if is_demo(run_directory):
-        raise UserError(f"{run_directory} is a demo of several runs; give one of them, such as {run_directory / 'ppo'}")
-    files = read_run(run_directory)
+    files = read_single(run_directory)
     if not files.steps:
         raise UserError(f"{run_directory} has no finished step yet, so there is nothing to look at; let it train first")
     return findings_of(files)
@@ -57,4 +57,15 @@ def findings_of(files: RunFiles) -> list[Finding]:
     """The same of a run whose files are read."""
     run = RunRecord(files=files)
     with np.errstate(all="ignore"):  # a file may hold any number
-        return [one for check in CHECKS for one in check(run)]
+        seen = {check.__name__.replace("_", "-"): check(run) for check in CHECKS}
+    return [Finding(kind=kind, did=_did(kind), **one._asdict()) for kind, one in seen.items() if one is not None]
+
+
+def _did(kind: str) -> str:
+    return _treated().get(kind, "not tried")
+
+
+@cache
+def _treated() -> dict[str, str]:
+    """By kind: what the setting did in the run into which benchmarks/doctor.py planted the fault, which writes the file."""
+    return dict(json.loads(asset("doctor.json")))

@@ -1,82 +1,67 @@
 """Checks of the policy: entropy, KL, the size of its steps, its critic, the engine that samples from it, and replay."""
 
-from collections.abc import Iterator
-
 import numpy as np
 
-from rolecall.look.doctor.finding import Finding
-from rolecall.look.doctor.found import found
-from rolecall.look.doctor.reading import Answers, Evidence, RunRecord
+from rolecall.look.doctor.finding import Evidence, Seen
+from rolecall.look.doctor.reading import Answers, RunRecord
 
 
-def entropy_collapse(run: RunRecord) -> Iterator[Finding]:
+def entropy_collapse(run: RunRecord) -> Seen | None:
     """Entropy below a fifth of its start and below 0.1 nats, while answers still fail."""
     entropy, reward = run.curve("entropy"), run.curve("reward")
     if len(entropy) < 8 or not len(reward) or run.files.command != "rl":
-        return
+        return None
     steps = entropy.lasting(lambda e: (e < 0.2 * entropy.first) & (e < 0.1))
     answers = run.answers(steps) if steps else None
     if steps is None or answers is None:
-        return
+        return None
     best = max(float(np.nanmax(answers.column("score"), initial=-np.inf)), float(reward.values.max()))
     least = min(0.0, float(np.nanmin(answers.column("score"), initial=np.inf)), float(reward.values.min()))
     if best > least and reward.mean(steps) - least >= 0.9 * (best - least):  # it is sure of itself because it is right
-        return
+        return None
     texts = answers.table["answer_text"].to_pylist()
     same = np.array([texts.count(text) for text in texts], np.float64)
-    yield found(
-        "entropy-collapse",
-        "likely",
-        steps,
+    said = (
         f"entropy fell from {entropy.first:.3g} to {entropy.mean(steps):.2g} nats per token while the mean score is "
-        f"{reward.mean(steps):.3g} and {best:.3g} is possible: the policy no longer tries anything else",
-        answers.most(same),
-        f"--algorithm.entropy_coef {max(0.01, run.number('algorithm.entropy_coef', 0.0) * 3):g}",
+        f"{reward.mean(steps):.3g} and {best:.3g} is possible: the policy no longer tries anything else"
     )
+    setting = f"--algorithm.entropy_coef {max(0.01, run.number('algorithm.entropy_coef', 0.0) * 3):g}"
+    return Seen("likely", steps, said, setting, answers.most(same))
 
 
-def entropy_explosion(run: RunRecord) -> Iterator[Finding]:
+def entropy_explosion(run: RunRecord) -> Seen | None:
     """Entropy over twice its start and half a nat above it."""
     entropy = run.curve("entropy")
     if len(entropy) < 8 or run.files.command != "rl":
-        return
+        return None
     start = min(entropy.first, float(entropy.values[0]))  # one update may be enough
     steps = entropy.lasting(lambda e: (e > 2 * start) & (e > start + 0.5))
     if steps is None:
-        return
-    coef = run.number("algorithm.entropy_coef", 0.0)
-    yield found(
-        "entropy-explosion",
-        "likely",
-        steps,
-        f"entropy rose from {start:.3g} to {entropy.mean(steps):.3g} nats per token: answers turn into noise",
-        _least_likely(run.answers(steps)),
-        "--algorithm.entropy_coef 0" if coef > 0 else f"--optim.lr {run.number('optim.lr', 1e-5) / 10:g}",
-    )
+        return None
+    said = f"entropy rose from {start:.3g} to {entropy.mean(steps):.3g} nats per token: answers turn into noise"
+    paid = run.number("algorithm.entropy_coef", 0.0) > 0
+    setting = "--algorithm.entropy_coef 0" if paid else f"--optim.lr {run.number('optim.lr', 1e-5) / 10:g}"
+    return Seen("likely", steps, said, setting, run.evidence(steps, _least_likely))
 
 
-def kl_blow_up(run: RunRecord) -> Iterator[Finding]:
+def kl_blow_up(run: RunRecord) -> Seen | None:
     """More than half a nat per token away from the reference."""
     kl = run.curve("kl")
     steps = kl.lasting(lambda k: k > 0.5) if len(kl) else None
     if steps is None:
-        return
-    yield found(
-        "kl-blow-up",
-        "likely",
-        steps,
+        return None
+    said = (
         f"the KL to the reference reached {kl.values.max():.3g} nats per token ({kl.last:.3g} at the end): the policy has "
-        "left the model that it started from",
-        _far_from_reference(run.answers(steps)),
-        f"--algorithm.kl_coef {max(1.0, 10 * run.number('algorithm.kl_coef', 0.0)):g}",
+        "left the model that it started from"
     )
+    return Seen("likely", steps, said, run.more_kl(), run.evidence(steps, _far_from_reference))
 
 
-def lr_too_small(run: RunRecord) -> Iterator[Finding]:
+def lr_too_small(run: RunRecord) -> Seen | None:
     """After ten steps the policy is where it was, though there were gradients."""
     rate, pull = run.curve("learning_rate"), run.curve("grad_norm")
     if len(rate) < 10 or not rate.values.max() > 0 or not np.sum(pull.values > 0) > len(rate) / 2:
-        return
+        return None
     taken = run.curve("optimizer_steps")
     count = float(taken.values.mean()) if len(taken) else 1.0
     kl, moved, margin = run.curve("kl"), run.curve("policy/ratio_max"), run.curve("rewards/margins")
@@ -90,34 +75,25 @@ def lr_too_small(run: RunRecord) -> Iterator[Finding]:
     elif travel < 1e-6:  # Adam moves no weight by much more than the learning rate
         said = f"{len(rate)} steps can move a weight by {travel:.1g} at most"
     else:
-        return
+        return None
     top = float(rate.values.max())
-    yield found(
-        "lr-too-small",
-        "certain",
-        (rate.steps[0], rate.steps[-1]),
-        f"{said}: this learning rate ({top:g}) does nothing",
-        (),
-        f"--optim.lr {max(1e-5, 100 * top):g}",
-    )
+    said = f"{said}: this learning rate ({top:g}) does nothing"
+    return Seen("certain", (rate.steps[0], rate.steps[-1]), said, f"--optim.lr {max(1e-5, 100 * top):g}")
 
 
-def lr_too_large(run: RunRecord) -> Iterator[Finding]:
+def lr_too_large(run: RunRecord) -> Seen | None:
     """Steps that are not finite, updates that move the policy by 0.2 nats, scores or losses that one update ruins."""
     lr = f"--optim.lr {float(run.curve('learning_rate').values.max(initial=0)) / 10:g}"
     skipped = run.curve("skipped")
     bad = [s for s, v in zip(skipped.steps, skipped.values, strict=True) if v > 0]
     if len(bad) > max(2, len(skipped) // 20):
         said = f"{len(bad)} steps had a loss or gradient that is not finite and were left out"
-        yield found("lr-too-large", "certain", (bad[0], bad[-1]), said, (), lr)
-        return
-    for seen in (_large_updates, _jumps, _scores_ruined, _loss_ruined):
-        if (what := seen(run)) is not None:
+        return Seen("certain", (bad[0], bad[-1]), said, lr)
+    for check in (_large_updates, _jumps, _scores_ruined, _loss_ruined):
+        if (what := check(run)) is not None:
             steps, said = what
-            yield found(
-                "lr-too-large", "likely", steps, f"{said}: steps are too large", _least_likely(run.answers(steps)), lr
-            )
-            return
+            return Seen("likely", steps, f"{said}: steps are too large", lr, run.evidence(steps, _least_likely))
+    return None
 
 
 def _large_updates(run: RunRecord) -> tuple[tuple[int, int], str] | None:
@@ -167,131 +143,101 @@ def _loss_ruined(run: RunRecord) -> tuple[tuple[int, int], str] | None:
     return None if steps is None else (steps, f"the loss was {begin:.3g} at first and is {loss.mean(steps):.3g}")
 
 
-def useless_critic(run: RunRecord) -> Iterator[Finding]:
+def useless_critic(run: RunRecord) -> Seen | None:
     """A critic that after 15 steps explains nothing of the returns."""
     explained = run.curve("critic/explained_variance")
-    if len(explained) < 15:
-        return
     late = explained.values[len(explained) * 2 // 3 :]
-    if late.mean() > 0.02:
-        return
+    if len(explained) < 15 or late.mean() > 0.02:
+        return None
     rate = run.number("optim.critic_lr", run.number("optim.lr", 1e-5))
-    marl = run.files.command == "marl"
-    yield found(
-        "useless-critic",
-        "certain" if late.max() < 0.02 else "likely",
-        (explained.steps[len(explained) * 2 // 3], explained.steps[-1]),
-        f"the critic explains {late.mean():.1%} of the variance of the returns, so it is no better than a constant",
-        (),
-        f"--ppo.vf_coef {2 * run.number('ppo.vf_coef', 0.5):g}"
-        if marl
-        else f"--optim.critic_lr {max(1e-3, 10 * rate):g}",
-    )
+    setting = f"--optim.critic_lr {max(1e-3, 10 * rate):g}"
+    if run.files.command == "marl":
+        setting = f"--ppo.vf_coef {2 * run.number('ppo.vf_coef', 0.5):g}"
+    said = f"the critic explains {late.mean():.1%} of the variance of the returns, so it is no better than a constant"
+    steps = explained.steps[len(explained) * 2 // 3], explained.steps[-1]
+    return Seen("certain" if late.max() < 0.02 else "likely", steps, said, setting)
 
 
-def mismatch(run: RunRecord) -> Iterator[Finding]:
+def mismatch(run: RunRecord) -> Seen | None:
     """Log-probs of engine and trainer that are 0.03 apart, and at least three times as far as at the start."""
     gap = run.curve("sampling/sampling_logp_difference/mean")
     steps = gap.lasting(lambda g: (g > 0.03) & (g > 3 * gap.first)) if len(gap) >= 8 else None
     if steps is None:
-        return
-    yield found(
-        "mismatch",
-        "certain",
-        steps,
+        return None
+    said = (
         f"engine and trainer disagree by {gap.last:.2g} nats per token, {gap.last / max(gap.first, 1e-9):.0f} times as much "
-        "as at the start: answers come from another policy than the one that trains",
-        _far_from_engine(run.answers(steps)),
-        f"--engine.dtype {run.option('policy.dtype', 'float32')}",
+        "as at the start: answers come from another policy than the one that trains"
     )
+    return Seen("certain", steps, said, _same_dtype(run), run.evidence(steps, _far_from_engine))
 
 
-def degenerate_weights(run: RunRecord) -> Iterator[Finding]:
+def degenerate_weights(run: RunRecord) -> Seen | None:
     """Importance weights that leave less than 30 % of the sample."""
     for name, what, setting in (
-        ("sampling/weight_ess", "fresh", f"--engine.dtype {run.option('policy.dtype', 'float32')}"),
-        (
-            "replay/ess",
-            "replayed",
-            "--replay.max_staleness 1",
-        ),
+        ("sampling/weight_ess", "fresh", _same_dtype(run)),
+        ("replay/ess", "replayed", "--replay.max_staleness 1"),
     ):
         ess = run.curve(name)
         steps = ess.lasting(lambda e: e < 0.3, least=3) if len(ess) else None
         if steps is not None:
-            yield found(
-                "degenerate-weights",
-                "certain",
-                steps,
+            said = (
                 f"the importance weights of {what} answers are worth {ess.mean(steps):.0%} of as many equal ones: a few "
-                "tokens decide the update",
-                _far_from_engine(run.answers(steps)),
-                setting,
+                "tokens decide the update"
             )
-            return
+            return Seen("certain", steps, said, setting, run.evidence(steps, _far_from_engine))
+    return None
 
 
-def stale_replay(run: RunRecord) -> Iterator[Finding]:
+def _same_dtype(run: RunRecord) -> str:
+    return f"--engine.dtype {run.option('policy.dtype', 'float32')}"
+
+
+def stale_replay(run: RunRecord) -> Seen | None:
     """Replayed answers of five versions and more, a tenth of their tokens clipped, or weights worth less than 80 % of equal ones."""
     age, ess = run.curve("replay/age"), run.curve("replay/ess")
     if not len(age) or len(age) != len(ess):
-        return
+        return None
     parts = [run.curve(f"replay/{name}") for name in ("clip_low", "clip_high", "clip_dual", "weighted_out")]
     lost = np.sum([p.smooth() for p in parts if len(p) == len(age)], axis=0)
     steps = age.lasting(lambda a: (a >= 5) & ((lost > 0.1) | (ess.smooth() < 0.8)), least=3)
     if steps is None:
-        return
-    yield found(
-        "stale-replay",
-        "likely",
-        steps,
+        return None
+    said = (
         f"replayed answers are {age.mean(steps):.1f} versions old, and their weights are worth {ess.mean(steps):.0%} of as "
-        "many equal ones: the policy that wrote them is long gone",
-        (),
-        "--replay.max_staleness 1",
+        "many equal ones: the policy that wrote them is long gone"
     )
+    return Seen("likely", steps, said, "--replay.max_staleness 1")
 
 
-def rounded_away(run: RunRecord) -> Iterator[Finding]:
+def rounded_away(run: RunRecord) -> Seen | None:
     """Nine updates in ten are lost in bfloat16."""
     lost = run.curve("rounded_away")
     steps = lost.lasting(lambda share: share > 0.9, least=3) if len(lost) else None
-    if steps is not None:
-        said = f"{lost.mean(steps):.1%} of the weights with an update stayed bit for bit where they were: bfloat16 is too coarse"
-        yield found(
-            "rounded-away",
-            "certain",
-            steps,
-            f"{said} for a learning rate of {run.number('optim.lr', 0):g}",
-            (),
-            "--policy.dtype float32",
-        )
+    if steps is None:
+        return None
+    said = f"{lost.mean(steps):.1%} of the weights with an update stayed bit for bit where they were: bfloat16 is too coarse"
+    said += f" for a learning rate of {run.number('optim.lr', 0):g}"
+    return Seen("certain", steps, said, "--policy.dtype float32")
 
 
-def _least_likely(answers: Answers | None) -> Evidence:
+def _least_likely(answers: Answers) -> Evidence:
     """Answers with their least likely token."""
-    if answers is None:
-        return ()
     return _largest(answers, [None if x is None else -x for x in answers.lists("behaviour_logprobs")])
 
 
-def _far_from_reference(answers: Answers | None) -> Evidence:
+def _far_from_reference(answers: Answers) -> Evidence:
     """Answers with the token at which policy and reference are furthest apart."""
-    if answers is None:
-        return ()
-    now = [
-        a if a is not None else b
-        for a, b in zip(answers.lists("old_logprobs"), answers.lists("behaviour_logprobs"), strict=True)
-    ]
-    pairs = zip(now, answers.lists("ref_logprobs"), strict=True)
-    return _largest(answers, [None if a is None or b is None else np.abs(a - b) for a, b in pairs])
-
-
-def _far_from_engine(answers: Answers | None) -> Evidence:
-    """Answers with the token at which trainer and engine are furthest apart."""
-    if answers is None:
-        return ()
     pairs = zip(answers.lists("old_logprobs"), answers.lists("behaviour_logprobs"), strict=True)
+    return _furthest(answers, [a if a is not None else b for a, b in pairs], "ref_logprobs")
+
+
+def _far_from_engine(answers: Answers) -> Evidence:
+    """Answers with the token at which trainer and engine are furthest apart."""
+    return _furthest(answers, answers.lists("old_logprobs"), "behaviour_logprobs")
+
+
+def _furthest(answers: Answers, now: list, other: str) -> Evidence:
+    pairs = zip(now, answers.lists(other), strict=True)
     return _largest(answers, [None if a is None or b is None else np.abs(a - b) for a, b in pairs])
 
 

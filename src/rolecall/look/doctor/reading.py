@@ -10,16 +10,16 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rolecall.config.sampling import Finish
 from rolecall.experience.parquet import Ragged, StoreError, read_table
 from rolecall.experience.rollout_schema import COMPUTED, ROLLOUTS
 from rolecall.look.charts import is_number
+from rolecall.look.doctor.finding import Evidence
+from rolecall.look.records import cut_off
 from rolecall.look.run import RunFiles
 from rolecall.maths.codes import Role, Verdict
 
 _log = logging.getLogger("rolecall")
 
-Evidence = tuple[tuple[int, int, int | None], ...]
 SHOWN = 3
 """Answers that a finding points to."""
 _LARGEST = 1e100
@@ -89,22 +89,17 @@ class Answers:
 
     def lists(self, name: str) -> list[NDArray | None]:
         """A list per answer; None where there is none."""
-        held = Ragged.read(self.table[name])
-        parts = np.split(held.values, np.cumsum(held.lengths)[:-1])
-        return [part if there else None for part, there in zip(parts, held.present, strict=True)]
+        return Ragged.read(self.table[name]).arrays()
 
     def own(self) -> list[NDArray]:
         """The ids that the policy chose, of each answer."""
-        chosen = []
-        for ids, roles in zip(self.lists("ids"), self.lists("roles"), strict=True):
-            assert ids is not None
-            assert roles is not None
-            chosen.append(ids[(roles == Role.CONTENT) | (roles == Role.STOP)])
-        return chosen
+        ids, roles = Ragged.read(self.table["ids"]), Ragged.read(self.table["roles"]).values
+        chosen = (roles == Role.CONTENT) | (roles == Role.STOP)
+        return np.split(ids.values[chosen], np.cumsum(ids.sums(chosen)).astype(int)[:-1])
 
     def cut_off(self) -> NDArray:
         """Whether a limit ended the answer."""
-        return np.array([f in set(Finish) and Finish(f).truncated for f in self.table["finish"].to_pylist()])
+        return np.array(list(map(cut_off, self.table["finish"].to_pylist())))
 
     def trained(self) -> NDArray:
         """Whether anything of the answer trains."""
@@ -114,6 +109,10 @@ class Answers:
         """The answers for which `key` is largest, NaN left out; `tokens` names one of each."""
         order = [int(i) for i in np.argsort(-np.nan_to_num(key, nan=-np.inf), kind="stable") if np.isfinite(key[i])]
         return tuple((self.step, i, None if tokens is None else tokens[i]) for i in order[:SHOWN])
+
+    def best(self) -> Evidence:
+        """The answers with the highest scores."""
+        return self.most(self.column("score"))
 
 
 @dataclass(kw_only=True)
@@ -154,6 +153,10 @@ class RunRecord:
         held = self.option(name)
         return _within(held) if is_number(held) else default
 
+    def more_kl(self) -> str:
+        """The setting that holds the policy nearer to its reference."""
+        return f"--algorithm.kl_coef {max(1.0, 10 * self.number('algorithm.kl_coef', 0.0)):g}"
+
     def answers(self, steps: tuple[int, int] | None = None, *, first: bool = False) -> Answers | None:
         """The last recorded step (or the first) within these steps; None if there is none that can be read."""
         low, high = steps or (0, 10**12)
@@ -161,6 +164,11 @@ class RunRecord:
             if (found := self._answers(step, self.files.rollouts[step])) is not None:
                 return found
         return None
+
+    def evidence(self, steps: tuple[int, int] | None, of: Callable[[Answers], Evidence]) -> Evidence:
+        """What answers of these steps show, if any are recorded."""
+        answers = self.answers(steps)
+        return () if answers is None else of(answers)
 
     def _answers(self, step: int, path: Path) -> Answers | None:
         if step not in self._read:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -74,26 +75,11 @@ class Query:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """One of the answers that were found."""
-
-    step: int
-    row: int
-    """In the step's file."""
-    prompt: str
-    text: str
-    score: float | None
-    finish: str
-    author: str
-    agent: str
-    group: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
     """What a search has found so far."""
 
-    answers: Sequence[Answer]
+    answers: Sequence[Mapping[str, Any]]
+    """Their light columns, and step and row."""
     searched: int
     """Steps."""
     more: int | None
@@ -105,7 +91,7 @@ class Results:
 def search(files: RunFiles, query: Query, *, before: int | None = None) -> Results:
     """The answers that are wanted, those of the last step first."""
     steps = _order(files, query, before)
-    found: list[Answer] = []
+    found: list[Mapping[str, Any]] = []
     notes: list[str] = []
     begun, searched = time.monotonic(), 0
     for step in steps:
@@ -114,7 +100,8 @@ def search(files: RunFiles, query: Query, *, before: int | None = None) -> Resul
         searched += 1
         try:
             table, rows = _matching(files, step, query)
-            found += _answers(step, table, rows)
+            held = zip(rows.tolist(), table.take(pa.array(rows)).to_pylist(), strict=True)
+            found += [{**one, "step": step, "row": row} for row, one in held]
         except FileNotFoundError:  # older steps make room while a run goes on
             continue
         except (StoreError, OSError) as error:
@@ -122,24 +109,17 @@ def search(files: RunFiles, query: Query, *, before: int | None = None) -> Resul
     return Results(answers=found, searched=searched, more=None, notes=notes)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Beside:
-    """The answers before and after one, as (step, row); None at the ends, or if none was found in time."""
-
-    previous: tuple[int, int] | None
-    next: tuple[int, int] | None
+Place = tuple[int, int]
+"""Step and row of an answer."""
 
 
-def beside(files: RunFiles, step: int, row: int, query: Query) -> Beside:
-    """Where one comes to from an answer, among those that are wanted."""
+def beside(files: RunFiles, step: int, row: int, query: Query) -> tuple[Place | None, Place | None]:
+    """The answers before and after one among those that are wanted; None at the ends, or if none was found in time."""
     steps = _order(files, replace(query, step=None) if query.step != step else query, None)
     at = steps.index(step) if step in steps else 0
     end = time.monotonic() + _SECONDS / 2
 
-    def first(places: Iterator[tuple[int, int]]) -> tuple[int, int] | None:
-        return next(places, None)
-
-    def rows(there: Sequence[int], *, back: bool) -> Iterator[tuple[int, int]]:
+    def places(there: Sequence[int], *, back: bool) -> Iterator[Place]:
         for other in there:
             if other != step and time.monotonic() > end:
                 return
@@ -150,10 +130,7 @@ def beside(files: RunFiles, step: int, row: int, query: Query) -> Beside:
             inside = [r for r in held if other != step or (r < row if back else r > row)]
             yield from ((other, r) for r in (reversed(inside) if back else inside))
 
-    return Beside(
-        previous=first(rows(steps[at::-1], back=True)),
-        next=first(rows(steps[at:], back=False)),
-    )
+    return next(places(steps[at::-1], back=True), None), next(places(steps[at:], back=False), None)
 
 
 def _order(files: RunFiles, query: Query, before: int | None) -> list[int]:
@@ -187,7 +164,8 @@ def _matching(files: RunFiles, step: int, query: Query) -> tuple[pa.Table, NDArr
     if query.flat:
         keep &= _flat(np.array(table["group"].to_pylist()), score)
     if query.verdict:
-        keep &= _counts(Ragged.read(table["verdicts"]), lambda codes: codes == VERDICTS[query.verdict]) > 0
+        codes = Ragged.read(table["verdicts"])
+        keep &= codes.sums(codes.values == VERDICTS[query.verdict]) > 0
     if query.ratio is not None:
         keep &= _ratio_above(files.updates.get(step), step, query.ratio, len(table))
     return table, np.flatnonzero(keep)
@@ -207,12 +185,6 @@ def _flat(groups: NDArray, score: NDArray) -> NDArray:
     return out
 
 
-def _counts(ragged: Ragged, holds: object) -> NDArray:
-    assert callable(holds)
-    owner = np.repeat(np.arange(len(ragged.lengths)), ragged.lengths)
-    return np.bincount(owner, weights=holds(ragged.values), minlength=len(ragged.lengths))
-
-
 def _ratio_above(updates: Path | None, step: int, limit: float, rows: int) -> NDArray:
     out = np.zeros(rows, bool)
     if updates is None:
@@ -221,31 +193,12 @@ def _ratio_above(updates: Path | None, step: int, limit: float, rows: int) -> ND
     ratio, verdicts = Ragged.read(table["ratio"]), Ragged.read(table["verdicts"])
     if len(ratio.values) != len(verdicts.values):  # some rows have no ratios
         return out
-    trained = replace(ratio, values=np.where(verdicts.values == Verdict.TRAINED, ratio.values, -np.inf))
-    above = _counts(trained, lambda values: values > limit) > 0
+    above = ratio.sums((verdicts.values == Verdict.TRAINED) & (ratio.values > limit)) > 0
     own = np.array(table["rollout_step"].to_pylist()) == step
     trajectory = np.array(table["trajectory"].to_pylist(), np.int64)
     hit = trajectory[own & above]
     out[hit[hit < rows]] = True
     return out
-
-
-def _answers(step: int, table: pa.Table, rows: NDArray) -> list[Answer]:
-    held = table.take(pa.array(rows)).to_pylist()
-    return [
-        Answer(
-            step=step,
-            row=int(row),
-            prompt=one["prompt_text"],
-            text=one["answer_text"],
-            score=one["score"],
-            finish=one["finish"],
-            author=one["author"],
-            agent=one["agent"],
-            group=one["group"],
-        )
-        for row, one in zip(rows, held, strict=True)
-    ]
 
 
 def _number(given: Mapping[str, str], name: str) -> float | None:

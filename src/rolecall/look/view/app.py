@@ -65,42 +65,29 @@ class _Site:
 
     def page(self, make: Callable[[Request], str]) -> Callable[[Request], Response]:
         """A page, or one that says in a sentence why there is none."""
-
-        def answer(request: Request) -> Response:
-            try:
-                return HTMLResponse(make(request))
-            except Exception as error:
-                return HTMLResponse(self.pages.error(_sentence(error)), status_code=_status(error))
-
-        return answer
+        return _answering(make, HTMLResponse, self.pages.error)
 
     def data(self, make: Callable[[Request], Any]) -> Callable[[Request], Response]:
         """JSON, or a sentence in it."""
-
-        def answer(request: Request) -> Response:
-            try:
-                return _json(make(request))
-            except Exception as error:
-                return _json({"error": _sentence(error)}, _status(error))
-
-        return answer
+        return _answering(make, _json, lambda why: {"error": why})
 
     async def nowhere(self, request: Request, error: Exception) -> Response:
         """The page for an address that is none."""
         return HTMLResponse(self.pages.error("there is no such page here"), status_code=404)
 
     async def table_events(self, request: Request) -> Response:
-        """Says when the table of runs has changed."""
+        """Says when the table of runs is no longer the one that was seen."""
+        seen = request.headers.get("last-event-id") or request.query_params.get("seen", "")
 
         async def told() -> AsyncIterator[str | None]:
-            before = await run_in_threadpool(self.pages.table_key)
+            nonlocal seen
             while True:
+                now = await run_in_threadpool(self.pages.table_key)
+                if now != seen:
+                    seen = now
+                    yield f"id: {now}\nevent: changed\ndata: {{}}\n\n"
                 yield None
                 await self._wait(_TABLE_EVERY_S)
-                now = await run_in_threadpool(self.pages.table_key)
-                if now != before:
-                    before = now
-                    yield "event: changed\ndata: {}\n\n"
 
         return self._stream(request, told())
 
@@ -151,6 +138,18 @@ class _Site:
                     yield ": still here\n\n"
 
         return StreamingResponse(sent(), media_type="text/event-stream")
+
+
+def _answering(
+    make: Callable[[Request], Any], answer: Any, failed: Callable[[str], Any]
+) -> Callable[[Request], Response]:
+    def answering(request: Request) -> Response:
+        try:
+            return answer(make(request))
+        except Exception as error:
+            return answer(failed(_sentence(error)), _status(error))
+
+    return answering
 
 
 def _given(request: Request) -> list[str]:

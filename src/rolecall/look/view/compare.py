@@ -7,7 +7,7 @@ from urllib.parse import urlencode
 
 from markupsafe import Markup
 
-from rolecall.look.compare import groups_of, overlaid
+from rolecall.look.compare import groups_of
 from rolecall.look.compare_page import differences_table, ends_table, lead_of_groups
 from rolecall.look.page import data_block
 from rolecall.look.records import unit_of
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def comparison(pages: "Pages", ids: Sequence[str]) -> dict[str, Any]:
     """What the page of a comparison shows."""
-    runs = _read(pages, ids)
+    runs = read_compared(pages, ids)
     groups = groups_of(runs)
     summaries = [pages.runs.summary(run, pages.path(run)) for run in ids]
     return {
@@ -37,14 +37,9 @@ def comparison(pages: "Pages", ids: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def compared_curves(pages: "Pages", ids: Sequence[str]) -> tuple[Any, Any]:
-    """The curves of all runs, overlaid: the main ones, and the others."""
-    return overlaid(groups_of(_read(pages, ids)))
-
-
 def same_prompt(pages: "Pages", ids: Sequence[str], key: str) -> dict[str, Any]:
     """The answers of all runs to one prompt; the first if the key is none of theirs."""
-    runs = _read(pages, ids)
+    runs = read_compared(pages, ids)
     shared = shared_prompts(runs)
     up = compare_address("/compare", ids)
     if not shared:
@@ -76,6 +71,7 @@ def compare_address(path: str, ids: Sequence[str], **more: str) -> str:
     return f"{path}?{urlencode(given)}"
 
 
-def _read(pages: "Pages", ids: Sequence[str]) -> dict[str, RunFiles]:
+def read_compared(pages: "Pages", ids: Sequence[str]) -> dict[str, RunFiles]:
+    """The runs by their names."""
     held = {run: pages.path(run) for run in ids}
     return {pages.runs.summary(run, path).name: pages.files(path) for run, path in held.items()}

@@ -2,23 +2,18 @@
 
 import json
 import os
-from collections import OrderedDict
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from sys import intern
 from threading import Lock
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from rolecall.look.run import is_evaluation, number_of
 
 _PRINT = 64
 """Bytes before the end of what was read; if they differ, the file was cut and written on since."""
-_KEPT = 12
-"""Runs whose lines stay in memory."""
 
 Line = dict[str, Any]
-Key = TypeVar("Key")
-Value = TypeVar("Value")
 
 
 class Tail:
@@ -107,41 +102,13 @@ class RunLog:
             )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Lines:
     """What `RunLog.read` found. Evaluations are few, and always all of them."""
 
-    def __init__(
-        self,
-        *,
-        steps: list[Line],
-        evaluations: list[Line],
-        timing: list[Line],
-        seen: tuple[int, int, int],
-        restarted: bool,
-        damaged: int,
-    ) -> None:
-        self.steps, self.evaluations, self.timing = steps, evaluations, timing
-        self.seen, self.restarted, self.damaged = seen, restarted, damaged
-
-
-class Recent(Generic[Key, Value]):
-    """What was made last, by key; the oldest goes when there are too many."""
-
-    def __init__(self, make: Callable[[Key], Value], *, most: int = _KEPT) -> None:
-        self._make, self._most = make, most
-        self._held: OrderedDict[Key, Value] = OrderedDict()
-        self._lock = Lock()
-
-    def __getitem__(self, key: Key) -> Value:
-        with self._lock:
-            if key not in self._held:
-                self._held[key] = self._make(key)
-                if len(self._held) > self._most:
-                    self._held.popitem(last=False)
-            self._held.move_to_end(key)
-            return self._held[key]
-
-
-def logs() -> Recent[Path, RunLog]:
-    """The logs of runs by their directory."""
-    return Recent(RunLog)
+    steps: list[Line]
+    evaluations: list[Line]
+    timing: list[Line]
+    seen: tuple[int, int, int]
+    restarted: bool
+    damaged: int

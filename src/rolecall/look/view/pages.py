@@ -2,10 +2,10 @@
 
 import os
 import shlex
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, replace
+from functools import lru_cache, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -16,7 +16,8 @@ from markupsafe import Markup
 from rolecall.errors import UserError
 from rolecall.look.audit_page import audit_lead, audit_sections, read_tokens
 from rolecall.look.charts import Chart, Series, four_digits
-from rolecall.look.curves import thinned
+from rolecall.look.compare import groups_of, overlaid
+from rolecall.look.curves import six_digits, thinned
 from rolecall.look.doctor.audit import findings_of
 from rolecall.look.doctor.marks import marked
 from rolecall.look.page import data_block, section_html, text
@@ -25,9 +26,8 @@ from rolecall.look.report import before_after, lead_of, run_charts, what_ran
 from rolecall.look.run import RunFiles
 from rolecall.look.tokens import token_view
 from rolecall.look.view.answers import VERDICTS, Query, beside, search
-from rolecall.look.view.compare import compared_curves, comparison, same_prompt
-from rolecall.look.view.logs import Recent
-from rolecall.look.view.runs import SEPARATOR, Runs, Summary, resources
+from rolecall.look.view.compare import comparison, read_compared, same_prompt
+from rolecall.look.view.runs import KEPT, SEPARATOR, Runs, Summary, resources
 from rolecall.train.lock import is_held
 from rolecall.visible import visible_text
 
@@ -49,7 +49,7 @@ class Pages:
     def __init__(self, runs: Runs, *, version: str) -> None:
         """`version` is of the files that pages load."""
         self.runs = runs
-        self._found: Recent[tuple[Path, int], list] = Recent(lambda key: findings_of(self.runs.files(key[0])))
+        self._found = lru_cache(maxsize=KEPT)(lambda path, last_step: findings_of(self.runs.files(path)))
         env = Environment(
             loader=PackageLoader("rolecall.look.view"),
             autoescape=True,
@@ -66,11 +66,11 @@ class Pages:
     def index(self) -> str:
         """The table of runs, or what to run if there are none."""
         found = self.runs.summaries()
-        return self._render("runs.html" if found else "empty.html", runs=found, now=time.time())
+        return self._render("runs.html" if found else "empty.html", runs=found, seen=_key(found))
 
-    def table_key(self) -> object:
+    def table_key(self) -> str:
         """Changes when the table does."""
-        return self.runs.summaries()
+        return _key(self.runs.summaries())
 
     def run(self, run: str) -> str:
         """One run."""
@@ -80,8 +80,7 @@ class Pages:
             "run.html",
             run=summary,
             lead=Markup(lead_of(files)),
-            seen="-".join(map(str, self.runs.logs[path].read().seen)),
-            damaged=self.runs.logs[path].read().damaged,
+            damaged=self.runs.log(path).read().damaged,
             evaluated=Markup(before_after(files, held_out=True)),
             ran=Markup(what_ran(files)),
             resume=resume_command(summary, files, self.shown(path)),
@@ -136,6 +135,7 @@ class Pages:
             shown = sample_set(files, step, unit=unit, rows=[row])
         except IndexError:
             raise NotThere(f"step {step} of {run} has no answer {row}") from None
+        previous, following = beside(files, step, row, query)
         html, data = token_view("view", [shown], unit=unit)
         html = html.replace(
             '<div class="view"', f'<div class="view" data-base="{text(address(run, "answers", step))}"', 1
@@ -148,7 +148,8 @@ class Pages:
             title=shown.samples[0].title,
             query=query,
             searching=bool(query.params()),
-            around=beside(files, step, row, query),
+            previous=previous,
+            following=following,
             view=Markup(html),
             data=Markup(data_block(data)),
         )
@@ -170,17 +171,17 @@ class Pages:
     def curves(self, run: str) -> dict[str, Any]:
         """All curves of a run, and how much of its logs that is."""
         path = self.path(run)
-        files, seen = self.files(path), self.runs.logs[path].read().seen
+        files, seen = self.files(path), self.runs.log(path).read().seen
         return {"seen": seen, "charts": chart_values(*run_charts(files))}
 
     def compared_curves(self, ids: Sequence[str]) -> dict[str, Any]:
         """The curves of several runs, overlaid."""
-        return {"charts": chart_values(*compared_curves(self, _several(ids)))}
+        return {"charts": chart_values(*overlaid(groups_of(read_compared(self, _several(ids)))))}
 
     def news(self, run: str, seen: tuple[int, ...]) -> dict[str, Any]:
         """The points of a run's curves that came after those that were seen."""
         path = self.path(run)
-        lines = self.runs.logs[path].read(seen=(seen[0], seen[1], seen[2]))
+        lines = self.runs.log(path).read(seen=(seen[0], seen[1], seen[2]))
         new = {"seen": lines.seen, "restarted": lines.restarted, "state": self.runs.summary(run, path).state}
         if lines.seen == seen or lines.restarted:
             return new
@@ -194,21 +195,10 @@ class Pages:
         files = self.files(path)
         if not files.steps:
             return {"found": [], "marks": {}}
-        found = self._found[path, files.last_step]
+        found = self._found(path, files.last_step)
         main, _ = run_charts(files)
         return {
-            "found": [
-                {
-                    "kind": one.kind,
-                    "sure": one.sure,
-                    "steps": list(one.steps),
-                    "sentence": visible_text(one.sentence),
-                    "setting": visible_text(one.setting),
-                    "did": visible_text(one.did),
-                    "places": [list(place) for place in one.evidence],
-                }
-                for one in found
-            ],
+            "found": [{name: _visible(value) for name, value in asdict(one).items()} for one in found],
             "marks": {chart.name: [list(mark) for mark in chart.marks] for chart in marked(main, found) if chart.marks},
         }
 
@@ -246,6 +236,11 @@ class Pages:
 
     def _render(self, template: str, **given: Any) -> str:
         return self._env.get_template(template).render(**given).encode("utf-8", "replace").decode()
+
+
+def _key(found: Sequence[Summary]) -> str:
+    short = [replace(one, spark=one.spark[-1:]) for one in found]
+    return sha256(repr(short).encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def _several(ids: Sequence[str]) -> list[str]:
@@ -286,14 +281,10 @@ def _chart(chart: Chart) -> dict[str, Any]:
 
 
 def _series(series: Series) -> dict[str, Any]:
-    held: dict[str, Any] = {"label": visible_text(series.label), "ys": [_short(y) for y in series.ys]}
+    held: dict[str, Any] = {"label": visible_text(series.label), "ys": [six_digits(y) for y in series.ys]}
     if series.low is not None and series.high is not None:
-        held |= {"low": [_short(y) for y in series.low], "high": [_short(y) for y in series.high]}
+        held |= {"low": [six_digits(y) for y in series.low], "high": [six_digits(y) for y in series.high]}
     return held
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
 
 
 def address(run: str, *parts: object, kind: str = "run", **query: object) -> str:

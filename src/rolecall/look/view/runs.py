@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from rolecall.errors import UserError
 from rolecall.look.audit_page import ReadAudit, read_audit
 from rolecall.look.charts import is_number
 from rolecall.look.run import RunFiles, check_format, flat, is_demo, is_evaluation, near, read_object, step_files
-from rolecall.look.view.logs import Line, Recent, RunLog, logs, read_line
+from rolecall.look.view.logs import Line, RunLog, read_line
 from rolecall.train.lock import LOCK, holder_of, is_held
 
 State = Literal["running", "done", "stopped", "diverged", "crashed", "errors", "unreadable"]
@@ -28,6 +29,8 @@ _BAD_STEPS = 3
 """Steps in a row without a finite loss that end a run."""
 _SIGNS = ("run.json", "config.json", "metrics.jsonl")
 _READ = (*_SIGNS, "timing.jsonl", "rollouts", "updates", "report.html")
+KEPT = 12
+"""Runs whose lines stay in memory."""
 SEPARATOR = ":"
 """Between the names of a folder and of a run inside it."""
 
@@ -64,7 +67,7 @@ class Summary:
     @property
     def tags(self) -> list[str]:
         """The parts of a name such as `grpo,lr=1e-3@seed=1` after the first."""
-        return [part for part in re.split(r"[,@+/]", self.name)[1:] if part]
+        return [part for part in re.split(r"[,@+]", self.name)[1:] if part]
 
 
 class Runs:
@@ -73,7 +76,7 @@ class Runs:
     def __init__(self, root: Path, *, only: str | None = None) -> None:
         """`only` is the name of the one run that is shown."""
         self.root, self.only = root.resolve(), only
-        self.logs: Recent[Path, RunLog] = logs()
+        self.log = lru_cache(maxsize=KEPT)(RunLog)
         self._held: dict[str, tuple[object, Summary | None]] = {}
 
     def found(self) -> dict[str, Path]:
@@ -203,7 +206,7 @@ class Runs:
         """The whole run as it is now; one without a finished step too."""
         self.check(path)
         about, config = described(path)
-        lines = self.logs[path].read()
+        lines = self.log(path).read()
         return RunFiles(
             path=path,
             about=about,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from rolecall.recipes.audit.demonstrations import audit_demonstrations
 from rolecall.recipes.audit.model import model_checks
-from rolecall.recipes.audit.records import Audit, Finding, Level, Setup, Subject, TokenSample, skipped
+from rolecall.recipes.audit.records import Audit, Finding, Level, Setup, Subject, TokenSample, encoded, skipped
 from rolecall.recipes.audit.reward import (
     check_determinism,
     check_gold,
@@ -38,7 +38,6 @@ from rolecall.recipes.audit.rows import (
     look_at_prompts,
     texts_of,
 )
-from rolecall.recipes.audit.tokens import encoded
 from rolecall.types import Finish
 
 __all__ = ["Audit", "Finding", "Level", "Setup", "Subject", "TokenSample", "audit_demonstrations", "audit_rl"]

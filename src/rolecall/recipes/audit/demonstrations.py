@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from rolecall.maths.roles import Role, TrainRule
 from rolecall.policy.render import Rendered
 from rolecall.recipes.audit.model import model_checks
-from rolecall.recipes.audit.records import Audit, Finding, Rolled, Subject, error, ok, warning
+from rolecall.recipes.audit.records import Audit, Finding, Rolled, Subject, error, ok, quoted, share, warning
 from rolecall.recipes.audit.rollout import token_sample
 from rolecall.recipes.audit.rows import LOOKED_AT, check_round_trip, repeated, texts_of
-from rolecall.recipes.audit.tokens import quoted, share
 from rolecall.tasks.kinds import Record, kind_of, record
 from rolecall.tasks.rows import place_of
 from rolecall.types import Trajectory

@@ -6,8 +6,21 @@ from math import log
 from typing import Any
 
 from rolecall.policy.render import prefix_preserving
-from rolecall.recipes.audit.records import Finding, Rolled, Subject, error, ok, skipped, warning
-from rolecall.recipes.audit.tokens import is_text, named, named_all, quoted, share, special_ids
+from rolecall.recipes.audit.records import (
+    Finding,
+    Rolled,
+    Subject,
+    error,
+    is_text,
+    named,
+    named_all,
+    ok,
+    quoted,
+    share,
+    skipped,
+    special_ids,
+    warning,
+)
 from rolecall.types import Finish
 
 _MEANT = log(0.1)

@@ -4,10 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rolecall.errors import UserError
-from rolecall.recipes.audit.records import Finding, Rolled, Setup, error, ok, skipped, warning
-from rolecall.recipes.audit.tokens import encoded, quoted, share
-from rolecall.recipes.collect import run_state
-from rolecall.recipes.sampling import as_completion
+from rolecall.recipes.audit.records import Finding, Rolled, Setup, encoded, error, ok, quoted, share, skipped, warning
+from rolecall.recipes.collect import as_completion, run_state
 from rolecall.rewards.records import Sample, Scored
 from rolecall.tasks.rows import place_of
 

@@ -9,11 +9,22 @@ from rolecall.errors import UserError
 from rolecall.maths.advantages import flat_groups
 from rolecall.maths.roles import Role, TrainRule, Verdict
 from rolecall.policy.token_text import token_bytes
-from rolecall.recipes.audit.records import Finding, Rolled, Scores, Setup, TokenSample, error, ok, skipped, warning
+from rolecall.recipes.audit.records import (
+    Finding,
+    Rolled,
+    Scores,
+    Setup,
+    TokenSample,
+    error,
+    named,
+    ok,
+    quoted,
+    share,
+    skipped,
+    warning,
+)
 from rolecall.recipes.audit.rows import Prompts
-from rolecall.recipes.audit.tokens import named, quoted, share
-from rolecall.recipes.collect import run_state
-from rolecall.recipes.sampling import answer_text, as_completion, prompt_request, trajectory_of
+from rolecall.recipes.collect import answer_text, prompt_request, run_state, sample_of, trajectory_of
 from rolecall.rewards.records import Sample
 from rolecall.tasks.rows import place_of
 from rolecall.train.data import RowOrder
@@ -52,19 +63,10 @@ def roll(setup: Setup, prompts: Prompts, *, scored: bool = True) -> Rolled:
     seconds = perf_counter() - start
     by_prompt = {request.prompt: i for i, request in enumerate(requests)}
     answers = [answer_text(setup.policy, c) for c in completions]
-    samples = []
-    for c, answer in zip(completions, answers, strict=True):
-        row = setup.rows[rows[by_prompt[c.prompt]]]
-        samples.append(
-            Sample(
-                prompt=row["prompt"],
-                completion=as_completion(row["prompt"], answer),
-                completion_ids=c.ids,
-                row=row,
-                prompt_index=c.prompt,
-                sample_index=c.sample,
-            )
-        )
+    samples = [
+        sample_of(setup.rows[rows[by_prompt[c.prompt]]], c, answer)
+        for c, answer in zip(completions, answers, strict=True)
+    ]
     scores, failure = score_twice(setup, samples) if scored else (None, "the reward cannot be used")
     return Rolled(
         rows=rows,

@@ -6,9 +6,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rolecall.recipes.audit.records import Finding, Setup, error, ok, skipped, warning
-from rolecall.recipes.audit.tokens import encoded, named_all, quoted, share, special_ids
-from rolecall.recipes.sampling import prompt_request
+from rolecall.recipes.audit.records import (
+    Finding,
+    Setup,
+    encoded,
+    error,
+    named_all,
+    ok,
+    quoted,
+    share,
+    skipped,
+    special_ids,
+    warning,
+)
+from rolecall.recipes.collect import prompt_request
 from rolecall.tasks.kinds import record
 from rolecall.tasks.rows import Rows, place_of
 from rolecall.types import Sampling
