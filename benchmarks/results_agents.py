@@ -1,6 +1,6 @@
 """What the built-in tasks of several turns learn on one thread, over several seeds.
 
-    python benchmarks/results_agents.py [--seeds 3] [--only calculator] [--place runs/results-agents] [--page docs/results-agents.md]
+    python benchmarks/results_agents.py [--seeds 3] [--only calculator] [--seed 2] [--place runs/results-agents] [--page docs/results-agents.md]
 
 Every seed has a start of its own (SFT on the task's demonstrations), an RL run from there, and both are measured once.
 What is there is not made again, so it can be stopped and started; the page is written from what is there.
@@ -311,6 +311,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", choices=list(PLANS))
+    parser.add_argument("--seed", type=int, help="make this one alone")
     parser.add_argument("--place", type=Path, default=Path("runs/results-agents"))
     parser.add_argument("--page", type=Path, default=Path("docs/results-agents.md"))
     parser.add_argument("--calls", type=Path, help="write the calculator's demonstrations with calls alone, and end")
@@ -319,7 +320,7 @@ def main() -> None:
         calling(given.calls)
         return
     torch.set_num_threads(1)
-    for seed in range(given.seeds):
+    for seed in range(given.seeds) if given.seed is None else [given.seed]:
         for task in [given.only] if given.only else PLANS:
             both(given.place, task, seed)
             start, end = (measured(given.place / f"{task}{side}-{seed}") for side in ("-start", ""))
