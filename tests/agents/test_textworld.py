@@ -53,6 +53,10 @@ def test_the_coin_is_found_in_a_few_words(tmp_path, monkeypatch):
     heard = [text for who, _, text in spoken(trajectory) if who == "user"]
     assert [commands[turn + 1] in text.partition(": ")[2] for turn, text in enumerate(heard[:2])] == [True, True]
     assert not any(word in text for text in heard for word in ("look", "inventory", "examine", "\n"))
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    (files,) = play(env, talker("look. Script", "a file", "save", "\x0e"), [{"seed": 1}], new_tokens=20, max_turns=4)
+    assert (files.counts["no_commands"], sorted(tmp_path.iterdir())) == (3, before)
     (lost,) = play(env, talker("look"), [{"seed": 1}], new_tokens=20, max_turns=3)
     assert (lost.finish, lost.rewards) == (Finish.MAX_TURNS, {"agent": 0.0})
 

@@ -20,6 +20,10 @@ _PROMPT = re.compile(r"\s*>\s*(-= [^\n]*)?$")
 """Where the game waits for a command, and its status line."""
 
 
+_FILES = frozenset({"save", "restore", "script", "transcript", "unscript", "record", "recording", "replay"})
+"""Words to the interpreter, which would write or read a file of the name that the policy says next."""
+
+
 class TextWorldEnv:
     """The policy's first line is a command; the game answers. The reward is what a command adds to the score, of 1 in all."""
 
@@ -55,8 +59,9 @@ class TextWorldEnv:
         return "\n\n".join([state.objective.strip(), state.description.strip(), *self._can_be_done(state)])
 
     def step(self, message: Message) -> Step:
-        command = next(iter(message["content"].strip().splitlines()), "").strip()
-        if not command:
+        line = next(iter(message["content"].strip().splitlines()), "")
+        command = " ".join("".join(c if c.isascii() and c.isprintable() else " " for c in line).split())
+        if not command or _FILES & set(re.findall(r"[a-z]+", command.lower())):
             return Step(messages="Say what to do.", counts={"no_commands": 1.0})
         state, score, done = self._game.step(command)
         self.won, gained, self.score = bool(state.won), (score - self.score) / self.most, float(score)
