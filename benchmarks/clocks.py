@@ -2,7 +2,7 @@
 
     python benchmarks/clocks.py --ways instant,clocks,before
     python benchmarks/clocks.py --ways instant,clocks,lockstep,default
-    python benchmarks/clocks.py --layers 4 --turns 3 --episodes 16 --page ''
+    python benchmarks/clocks.py --layers 4 --turns 3 --episodes 16
 
 64 episodes of 8 turns; an environment's answer takes 0 to 1 s, uniform, drawn from (episode, turn). The ways are taken one after the
 other, because a machine that is shared changes its speed from minute to minute:
@@ -13,8 +13,8 @@ other, because a machine that is shared changes its speed from minute to minute:
     default     the same with two processes for the environments
     before      the code of the commit before episodes had clocks of their own, as it was: lockstep, two processes by default
 
-The model has random weights, so turns have the length they are given. What was measured is added to a file, and the table in
-docs/agents.md is written from all of it that has the same sizes.
+The model has random weights, so turns have the length they are given. What was measured is added to a file; the table that is printed
+has all of it that has the same sizes.
 """
 
 import argparse
@@ -50,7 +50,6 @@ except ImportError:  # in the code of before
 CONTEXT = 4096
 BEFORE = "0b20c4a^"
 """The commit before episodes had clocks of their own."""
-BEGIN, END = "<!-- clocks: begin -->", "<!-- clocks: end -->"
 WAYS = {
     "instant": "own clocks, environments that answer at once",
     "clocks": "own clocks, a process for each environment",
@@ -173,7 +172,6 @@ def main() -> None:
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     parser.add_argument("--measured", type=Path, default=Path("runs/clocks.jsonl"))
-    parser.add_argument("--page", default="docs/agents.md")
     options = parser.parse_args()
     if options.alone:
         import rolecall
@@ -195,10 +193,6 @@ def main() -> None:
     rounds = [r for r in rounds if all(r[name] == size for name, size in sizes.items())]
     if {"instant", "clocks"} <= {r["way"] for r in rounds}:
         print(table(rounds))
-        if options.page:
-            page = Path(options.page)
-            before, rest = page.read_text().split(BEGIN)
-            page.write_text(f"{before}{BEGIN}\n{table(rounds)}\n{END}{rest.split(END)[1]}")
 
 
 if __name__ == "__main__":
