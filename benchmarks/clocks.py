@@ -1,30 +1,39 @@
 """Episodes on their own clocks against episodes in lockstep, with environments that take their time.
 
-    python benchmarks/clocks.py
-    python benchmarks/clocks.py --layers 4 --turns 3 --episodes 16 --rounds 1
+    python benchmarks/clocks.py --ways instant,clocks,before
+    python benchmarks/clocks.py --ways instant,clocks,lockstep,default
+    python benchmarks/clocks.py --layers 4 --turns 3 --episodes 16
 
-64 episodes of 8 turns; an environment's answer takes 0 to 1 s, uniform, drawn from (episode, turn). Four ways, one after
-the other in every round, because a machine that is shared changes its speed from minute to minute:
+64 episodes of 8 turns; an environment's answer takes 0 to 1 s, uniform, drawn from (episode, turn). The ways are taken one after the
+other, because a machine that is shared changes its speed from minute to minute:
 
     instant     on their own clocks, environments that answer at once
     clocks      on their own clocks, a process for each environment
     lockstep    all wait for the slowest at every turn, a process for each environment
-    default     the same with two processes for the environments, the default
+    default     the same with two processes for the environments
+    before      the code of the commit before episodes had clocks of their own, as it was: lockstep, two processes by default
 
-The model has random weights, so turns have the length they are given.
+The model has random weights, so turns have the length they are given. What was measured is added to a file; the table that is printed
+has all of it that has the same sizes.
 """
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rolecall.agents.conversation import Dialect
 from rolecall.agents.play import Player
-from rolecall.agents.played import Wanted
 from rolecall.agents.pool import EnvPool, Failure
 from rolecall.agents.replies import Reply
 from rolecall.config.agents import AgentOptions
@@ -33,7 +42,21 @@ from rolecall.rollout.native import NativeEngine
 from rolecall.tasks.env import Step
 from rolecall.types import Sampling
 
+try:
+    from rolecall.agents.played import Wanted
+except ImportError:  # in the code of before
+    from rolecall.agents.play import Wanted  # type: ignore[attr-defined,no-redef]
+
 CONTEXT = 4096
+BEFORE = "0b20c4a^"
+"""The commit before episodes had clocks of their own."""
+WAYS = {
+    "instant": "own clocks, environments that answer at once",
+    "clocks": "own clocks, a process for each environment",
+    "lockstep": "lockstep, a process for each environment",
+    "default": "lockstep, two processes",
+    "before": "the code of before as it was: lockstep, two processes",
+}
 
 
 class Slow:
@@ -80,43 +103,96 @@ def engine(layers: int) -> NativeEngine:
     return NativeEngine(model, tokenizer, stop_ids=(TURN_END_ID,), context_length=CONTEXT)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("layers", 12), ("episodes", 64), ("turns", 8), ("tokens", 48), ("rounds", 2)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
+def played(way: str, options: argparse.Namespace) -> tuple[float, list[Any]]:
+    """(seconds, all ids) of a round, after a short one that loads and compiles everything."""
     native, tokenizer = engine(options.layers), tiny_tokenizer()
-    sampling = Sampling(max_new_tokens=options.tokens, stop_ids=())
-    took: dict[str, list[float]] = {"instant": [], "clocks": [], "lockstep": [], "default": []}
-    answers = {}
-    with (
-        EnvPool(Slow, workers=options.episodes) as many,
-        Together(Slow, workers=options.episodes) as together,
-        Together(Slow, workers=2) as few,
-    ):
-        for _ in range(options.rounds):
-            for way, times in took.items():
-                player = Player(
-                    engine=native,
-                    envs={"lockstep": together, "default": few}.get(way, many),
-                    dialect=Dialect(tokenizer=tokenizer, stop_ids=(TURN_END_ID,)),
-                    options=AgentOptions(max_turns=options.turns),
-                    context_length=CONTEXT,
-                )
-                rows = [
-                    {"episode": i, "slow": way != "instant", "turns": options.turns} for i in range(options.episodes)
-                ]
-                wanted = [Wanted(prompt=i, sample=0, row=row, seed=i) for i, row in enumerate(rows)]
-                begun = time.perf_counter()
-                played = player.play(wanted, sampling, seed=0, step=0)
-                times.append(time.perf_counter() - begun)
-                answers[way] = [[s.ids for s in e.sides["agent"].samples] for e in played]
-                print(f"{way:9} {times[-1]:7.1f} s", flush=True)
-    middle = {way: statistics.median(times) for way, times in took.items()}
-    print(f"throughput of instant environments reached: {middle['instant'] / middle['clocks']:.0%}")
-    print(f"times as fast as lockstep, as many processes: {middle['lockstep'] / middle['clocks']:.2f}")
-    print(f"times as fast as lockstep, two processes: {middle['default'] / middle['clocks']:.2f}")
-    print(f"the same tokens in all: {all(found == answers['clocks'] for found in answers.values())}")
+    kind = Together if way in ("lockstep", "default") else EnvPool
+    with kind(Slow, workers=2 if way in ("default", "before") else options.episodes) as envs:
+        player = Player(
+            engine=native,
+            envs=envs,
+            dialect=Dialect(tokenizer=tokenizer, stop_ids=(TURN_END_ID,)),
+            options=AgentOptions(max_turns=options.turns),
+            context_length=CONTEXT,
+        )
+
+        def play(turns: int, tokens: int, *, slow: bool) -> list[Any]:
+            rows = [{"episode": i, "slow": slow, "turns": turns} for i in range(options.episodes)]
+            wanted = [Wanted(prompt=i, sample=0, row=row, seed=i) for i, row in enumerate(rows)]
+            return player.play(wanted, Sampling(max_new_tokens=tokens, stop_ids=()), seed=0, step=0)
+
+        play(2, 2, slow=False)
+        begun = time.perf_counter()
+        episodes = play(options.turns, options.tokens, slow=way != "instant")
+        seconds = time.perf_counter() - begun
+    return seconds, [[list(sample.ids) for sample in episode.sides["agent"].samples] for episode in episodes]
+
+
+def played_before(options: argparse.Namespace) -> float:
+    """The same by the code of that commit, in a process of its own."""
+    root = Path(__file__).parents[1]
+    with tempfile.TemporaryDirectory() as place:
+        packed = subprocess.run(["git", "archive", BEFORE, "src"], cwd=root, check=True, capture_output=True).stdout
+        subprocess.run(["tar", "x", "-C", place], input=packed, check=True)
+        sizes = [word for name in SIZES for word in (f"--{name}", str(getattr(options, name)))]
+        done = subprocess.run(
+            [sys.executable, __file__, "--alone", "before", *sizes],
+            env={**os.environ, "PYTHONPATH": f"{place}/src"},
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["source"].startswith(place), "the code of before was not what ran"
+    return float(found["seconds"])
+
+
+SIZES = {"layers": 12, "episodes": 64, "turns": 8, "tokens": 48}
+
+
+def table(rounds: list[dict[str, Any]]) -> str:
+    """The page's, from all rounds."""
+    middle = {way: statistics.median(s) for way in WAYS if (s := [r["seconds"] for r in rounds if r["way"] == way])}
+    lines = ["| | seconds, median | rounds | times as long as on their own clocks |", "|---|---|---|---|"]
+    for way, seconds in middle.items():
+        count = sum(r["way"] == way for r in rounds)
+        lines.append(f"| {WAYS[way]} | {seconds:.1f} | {count} | {seconds / middle['clocks']:.2f} |")
+    lines += [
+        "",
+        f"Of the throughput of environments that answer at once {middle['instant'] / middle['clocks']:.0%} is reached.",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, add to the file, write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--alone", help=argparse.SUPPRESS)
+    parser.add_argument("--measured", type=Path, default=Path("runs/clocks.jsonl"))
+    options = parser.parse_args()
+    if options.alone:
+        import rolecall
+
+        print(json.dumps({"seconds": played(options.alone, options)[0], "source": rolecall.__file__}))
+        return
+    sizes, answers = {name: getattr(options, name) for name in SIZES}, {}
+    options.measured.parent.mkdir(parents=True, exist_ok=True)
+    for way in options.ways.split(","):
+        if way == "before":
+            seconds = played_before(options)
+        else:
+            seconds, answers[way] = played(way, options)
+        print(f"{way:9} {seconds:7.1f} s", flush=True)
+        with options.measured.open("a") as file:
+            file.write(json.dumps({"way": way, "seconds": seconds, **sizes}) + "\n")
+    print(f"the same tokens in all: {all(found == next(iter(answers.values())) for found in answers.values())}")
+    rounds = [json.loads(line) for line in options.measured.read_text().splitlines()]
+    rounds = [r for r in rounds if all(r[name] == size for name, size in sizes.items())]
+    if {"instant", "clocks"} <= {r["way"] for r in rounds}:
+        print(table(rounds))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the built-in tasks of several turns learn on one thread, over several seeds.
 
-    python benchmarks/results_agents.py [--seeds 3] [--only calculator] [--place runs/results-agents] [--page docs/results-agents.md]
+    python benchmarks/results_agents.py [--seeds 3] [--only calculator] [--seed 2] [--place runs/results-agents] [--page docs/results-agents.md]
 
 Every seed has a start of its own (SFT on the task's demonstrations), an RL run from there, and both are measured once.
 What is there is not made again, so it can be stopped and started; the page is written from what is there.
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import textworld_games
 import torch
 
 import rolecall
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from kuhn_self_play import strategy_of
 
 from rolecall.tasks.kuhn import exploitability, game_value
+from rolecall.tasks.names import find_task
 
 HELD_OUT, SAMPLES, LOOKED = 256, 2, 5
 """Held-out rows that are played; episodes of each at temperature 1; last steps that a number of training is the mean of."""
@@ -35,12 +37,18 @@ class Plan:
 
     sft: dict[str, Any]
     rl: dict[str, Any]
+    calls: dict[str, Any] | None = None
+    """SFT before that, on demonstrations that all call."""
     measure: Callable[[Path], dict[str, float]]
     """What is known of the model of a run."""
     rows: dict[str, str]
     """The table's rows: what is measured, and its form."""
     counts: tuple[str, ...] = ()
     """Numbers of training to show, first and last steps."""
+    env: str | None = None
+    """The environment, where the task's name is not that of a built-in one; its rows are files then."""
+    rows_of: Callable[[Path, int], tuple[str, str]] | None = None
+    """Writes these files for a seed into a directory: demonstrations, and rows to train on."""
 
 
 def played(task: str, room: int) -> Callable[[Path], dict[str, float]]:
@@ -55,19 +63,59 @@ def played(task: str, room: int) -> Callable[[Path], dict[str, float]]:
     return measure
 
 
+def coins(run: Path) -> dict[str, float]:
+    """Greedy and sampled episodes of held-out games of TextWorld."""
+    more = {"sampling.max_new_tokens": 12, "agent.max_turns": textworld_games.TURNS}
+    rows = textworld_games.games(held_out=True)
+    found = rolecall.eval(
+        model=str(run), env=textworld_games.ENV, rows=rows, n=len(rows), samples=SAMPLES, **more
+    ).numbers
+    return {"greedy": found["accuracy"], "sampled": found[f"avg@{SAMPLES}"]}
+
+
+def coin_rows(place: Path, seed: int) -> tuple[str, str]:
+    """Demonstrations of a seed, and the games to train on."""
+    demonstrations = place / f"demonstrations-{seed}.jsonl"
+    if not demonstrations.is_file():
+        textworld_games.write(textworld_games.demonstrations(seed), demonstrations)
+    return str(demonstrations), textworld_games.write(textworld_games.games(), place / "games.jsonl")
+
+
+def calling(path: Path) -> str:
+    """A file of the calculator's demonstrations, all of which call; its name."""
+    rows = []
+    for row in find_task("calculator").rows("train", n=4000):
+        call = [("assistant", f"<calc>{row['prompt'][0]['content']}</calc>"), ("tool", row["answer"])]
+        messages = [{"role": role, "content": text} for role, text in [*call, ("assistant", row["answer"])]]
+        rows.append({"prompt": row["prompt"], "completion": messages})
+    return textworld_games.write(rows, path)
+
+
 def exact(run: Path) -> dict[str, float]:
     """The strategy's value and what best responses win against it."""
     strategy = strategy_of(str(run / "model"))
     return {"exploitability": exploitability(strategy), "value": game_value(strategy)}
 
 
-COMMON = {"samples": 8, "algorithm": {"epochs": 2, "aggregate": "token-mean"}, "save": {"updates": 0, "rollouts": 0}}
+COMMON = {
+    "samples": 8,
+    "algorithm": {"epochs": 2, "aggregate": "token-mean"},
+    "save": {"updates": 0, "rollouts": 0, "every": 10},
+}
 RIGHT = {"greedy": ".1%", "sampled": ".1%"}
 PLANS = {
     "calculator": Plan(
-        sft={"steps": 900},
-        rl={"steps": 30, "prompts": 16, "sampling": {"max_new_tokens": 24}, "optim": {"lr": 1e-4, "warmup_steps": 3}},
+        calls={"steps": 800},
+        sft={"steps": 300},
+        rl={
+            "steps": 120,
+            "prompts": 8,
+            "sampling": {"max_new_tokens": 24},
+            "optim": {"lr": 3e-4, "warmup_steps": 3, "schedule": "cosine"},
+            "algorithm": {"epochs": 1},
+        },
         measure=played("calculator", 24),
+        rows_of=lambda place, seed: (calling(place / "calls.jsonl"), ""),
         rows=RIGHT,
         counts=("agents/tool_calls",),
     ),
@@ -90,6 +138,21 @@ PLANS = {
         rows={"exploitability": ".3f", "value": "+.3f"},
         counts=("agents/illegal_moves",),
     ),
+    "textworld": Plan(
+        sft={"steps": 150},
+        rl={
+            "steps": 25,
+            "prompts": 8,
+            "sampling": {"max_new_tokens": 12},
+            "agent": {"max_turns": textworld_games.TURNS},
+            "optim": {"lr": 3e-4, "warmup_steps": 3},
+            "algorithm": {"epochs": 1},
+        },
+        measure=coins,
+        rows=RIGHT,
+        env=textworld_games.ENV,
+        rows_of=coin_rows,
+    ),
 }
 
 
@@ -101,12 +164,15 @@ def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def settings_of(task: str) -> dict[str, dict[str, Any]]:
-    """All settings of both runs of a task, by their dotted names."""
+def settings_of(task: str, files: tuple[str, str]) -> dict[str, dict[str, Any]]:
+    """All settings of both runs of a task, by their dotted names. `files` are the rows where the task is not built in."""
     plan = PLANS[task]
+    demonstrations, rows = (task, {}) if plan.env is None else (files[0], {"rows": files[1]})
+    first = {"rows": files[0], **flat(plan.calls), "optim.lr": 2e-3} if plan.calls else {}
     return {
-        "sft": {"model": "tiny", "rows": task, **flat(plan.sft), "optim.lr": 2e-3},
-        "rl": {"env": task, **flat(COMMON), **flat(plan.rl)},
+        "calls": {"model": "tiny", **first},
+        "sft": {"model": "tiny", "rows": demonstrations, **flat(plan.sft), "optim.lr": 5e-4 if plan.calls else 2e-3},
+        "rl": {"env": plan.env or task, **rows, **flat(COMMON), **flat(plan.rl)},
     }
 
 
@@ -128,7 +194,13 @@ def made(
 
 def both(place: Path, task: str, seed: int) -> None:
     """A seed's start and its RL run."""
-    start, end, settings = place / f"{task}-start-{seed}", place / f"{task}-{seed}", settings_of(task)
+    start, end = place / f"{task}-start-{seed}", place / f"{task}-{seed}"
+    rows_of = PLANS[task].rows_of
+    settings = settings_of(task, ("", "") if rows_of is None else rows_of(place, seed))
+    if PLANS[task].calls is not None:
+        before = place / f"{task}-calls-{seed}"
+        made(before, rolecall.sft, settings["calls"] | {"seed": seed}, lambda run: {})
+        settings["sft"]["model"] = str(before)
     made(start, rolecall.sft, settings["sft"] | {"seed": seed}, PLANS[task].measure)
     made(end, rolecall.rl, settings["rl"] | {"seed": seed, "model": str(start)}, PLANS[task].measure)
 
@@ -163,12 +235,21 @@ NAMES = {
 
 def commands(task: str) -> list[str]:
     """What was run, for one to type."""
-    settings, lines = settings_of(task), []
+    plan, lines = PLANS[task], []
+    files = ("calls.jsonl", "") if plan.calls else ("games/demonstrations.jsonl", "games/games.jsonl")
+    settings = settings_of(task, files)
+    if plan.env is not None:
+        lines.append("python benchmarks/textworld_games.py games")
+    if plan.calls is None:
+        del settings["calls"]
+    else:
+        lines.append("python benchmarks/results_agents.py --calls calls.jsonl")
+        settings["calls"]["out"] = settings["sft"]["model"] = f"runs/{task}-calls"
     settings["sft"]["out"], settings["rl"]["out"] = f"runs/{task}-start", f"runs/{task}"
     settings["rl"] = {"model": f"runs/{task}-start", **settings["rl"]}
     for job, held in settings.items():
         words = [f"--{name} {value}" for name, value in held.items() if not name.startswith("save.")]
-        line = f"rolecall {job}"
+        line = f"rolecall {'sft' if job == 'calls' else job}"
         for word in words:
             if len(line.rpartition("\n")[2]) + len(word) > 112:
                 line += " \\\n "
@@ -177,15 +258,29 @@ def commands(task: str) -> list[str]:
     return lines
 
 
-def page_of(place: Path, seeds: int) -> str:
-    """The page, from the runs that are there."""
+def rows_before(page: str, task: str) -> list[str]:
+    """What a page says of a task, whose runs are elsewhere."""
+    lines = page.splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith(f"| {task} |")]
+    if not starts:
+        return []
+    found = [lines[starts[0]]]
+    for line in lines[starts[0] + 1 :]:
+        if not line.startswith(("|  |", "| |")):
+            break
+        found.append(line)
+    return found
+
+
+def page_of(place: Path, seeds: int, before: str) -> str:
+    """The page, from the runs that are there; of tasks without runs, what the page said before."""
     lines = [
         "# Results: agents",
         "",
         "Written by `python benchmarks/results_agents.py`, from the runs it makes: CPU, one thread, float32. Numbers are mean",
         f"[lowest, highest] over seeds. Shares are of {HELD_OUT} held-out rows, which each model plays once greedily and {SAMPLES} times at",
         f"temperature 1; numbers of training are means over the first and the last {LOOKED} steps. Times are processor time of one run.",
-        "[agents.md](agents.md) says what the tasks are and how the settings were found.",
+        f"Of TextWorld they are {textworld_games.HELD_OUT} held-out games. [agents.md](agents.md) says what the tasks are and how the settings were found.",
         "",
         "| task | | start | after RL | SFT | RL | seeds |",
         "|---|---|---|---|---|---|---|",
@@ -194,6 +289,7 @@ def page_of(place: Path, seeds: int) -> str:
         pairs = [(place / f"{task}-start-{seed}", place / f"{task}-{seed}") for seed in range(seeds)]
         pairs = [pair for pair in pairs if all((run / "measured.json").is_file() for run in pair)]
         if not pairs:
+            lines += rows_before(before, task)
             continue
         times = [[s for run in side if (s := measured(run)["seconds"])] for side in zip(*pairs, strict=True)]
         cost = [f"{statistics.mean(side):.0f} s" if side else "" for side in times] + [str(len(pairs))]
@@ -215,16 +311,22 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", choices=list(PLANS))
+    parser.add_argument("--seed", type=int, help="make this one alone")
     parser.add_argument("--place", type=Path, default=Path("runs/results-agents"))
     parser.add_argument("--page", type=Path, default=Path("docs/results-agents.md"))
+    parser.add_argument("--calls", type=Path, help="write the calculator's demonstrations with calls alone, and end")
     given = parser.parse_args()
+    if given.calls:
+        calling(given.calls)
+        return
     torch.set_num_threads(1)
-    for seed in range(given.seeds):
+    for seed in range(given.seeds) if given.seed is None else [given.seed]:
         for task in [given.only] if given.only else PLANS:
             both(given.place, task, seed)
             start, end = (measured(given.place / f"{task}{side}-{seed}") for side in ("-start", ""))
             print(f"{task} seed {seed}: {start} -> {end}", flush=True)
-            given.page.write_text(page_of(given.place, given.seeds))
+            before = given.page.read_text() if given.page.is_file() else ""
+            given.page.write_text(page_of(given.place, given.seeds, before))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""What lessons bring in `guessing`, with each way of taking the ratio, at equal samples.
+"""What lessons, step credit and self-made tasks bring in `guessing`, one by one and together, at equal samples.
 
     python benchmarks/results_lessons.py [--seeds 3] [--place runs/results-lessons] [--page docs/results-lessons.md]
 
 The start has learned by demonstrations to guess, mostly by counting up, and to follow advice: to begin with the number that a lesson
-names. A model of this size writes no lessons, so a function does: the first guess of an attempt that did better than its group.
+names. A model of this size writes no lessons, judgements or tasks, so functions do: the first guess of an attempt that did better
+than its group; whether a guess was still possible; another number to find, with its solution.
 What is there is not made again, so it can be stopped and started.
 """
 
@@ -21,21 +22,72 @@ from rolecall.agents.play import LESSONS
 from rolecall.tasks.names import find_task
 
 HELD_OUT, SAMPLES, DEMONSTRATIONS = 64, 4, 4000
-ARMS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "guided, recomputed ratio": {"lessons.share": 0.5, "lessons.ratio": "recomputed"},
-    "guided, recomputed ratio, upper clip 0.6": {
-        "lessons.share": 0.5,
-        "lessons.ratio": "recomputed",
-        "lessons.clip_high": 0.6,
-    },
-    "guided, true behaviour ratio": {"lessons.share": 0.5},
-}
 RL = {
     "env": "guessing", "steps": 12, "prompts": 8, "samples": 8, "sampling.max_new_tokens": 4, "optim.lr": 2e-4,
     "optim.warmup_steps": 2, "algorithm.epochs": 2, "algorithm.aggregate": "token-mean", "save.updates": 0,
     "save.rollouts": 0,
 }  # fmt: skip
+
+
+HALF, PLAIN_RATIO = {"lessons.share": 0.5}, {"lessons.ratio": "recomputed"}
+ADCA: dict[str, Any] = {"algorithm.credit": "adca", "reward": f"{__file__}:was_possible"}
+MADE = {"rows": "self-made"}
+"""The rows that `self_made` writes stand in the place of this word."""
+ARMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "guided, recomputed ratio": HALF | PLAIN_RATIO,
+    "guided, recomputed ratio, upper clip 0.6": HALF | PLAIN_RATIO | {"lessons.clip_high": 0.6},
+    "guided, true behaviour ratio": HALF,
+    "guided, true ratio, step credit": HALF | ADCA,
+    "guided, true ratio, step credit, self-made tasks": HALF | ADCA | MADE,
+    "plain, step credit (adca)": ADCA,
+    "plain, step credit (turns)": {"algorithm.credit": "turns", "algorithm.turn_gamma": 0.9},
+    "plain, step credit (gigpo)": {"algorithm.credit": "gigpo", "algorithm.credit_weight": 1.0},
+    "plain, self-made tasks": MADE,
+}
+
+
+def was_possible(completions: list[Any], log_extra: Any, **kwargs: Any) -> list[None]:
+    """A judge of turns: 1 for a guess that what was heard before leaves possible, -1 for any other."""
+
+    def judged(messages: list[Any]) -> list[float]:
+        low, high, marks, guess = 1, 10**6, list[float](), 0
+        for message in messages:
+            text = message["content"].strip()
+            if message["role"] == "assistant":
+                guess = int(text) if text.isascii() and text.isdigit() and len(text) < 6 else -1
+                marks.append(1.0 if low <= guess <= high else -1.0)
+            elif guess >= 0:
+                low, high = (max(low, guess + 1), high) if text == "higher" else (low, min(high, guess - 1))
+        return marks
+
+    log_extra("turn_marks", [judged(messages) for messages in completions])
+    return [None] * len(completions)
+
+
+def another_number(questions: list[str]) -> list[str]:
+    """Proposals: any number, and the guesses that find it by halving."""
+    found = []
+    for place, question in enumerate(questions):
+        secret, low, high, said = Random(f"{place}/{question}").randint(1, 7), 1, 7, list[str]()
+        while not said or int(said[-1]) != secret:
+            said.append(str((low + high) // 2))
+            low, high = (int(said[-1]) + 1, high) if int(said[-1]) < secret else (low, int(said[-1]) - 1)
+        prompt = [{"role": "user", "content": "1 to 7"}]
+        row = {"prompt": prompt, "secret": secret, "draw": 10**6 + place, "task": "guessing"}
+        found.append(json.dumps({"row": row, "solution": said}))
+    return found
+
+
+def self_made(place: Path, start: Path, seed: int) -> str:
+    """The file of given and self-made rows, half of each, for the policy at the start."""
+    path = place / f"self-made-{seed}.jsonl"
+    if not path.is_file():
+        how = {"n": 64, "given": 32, "words": 0.95, "meaning": 1.01, "sampling.max_new_tokens": 4, "seed": seed}
+        who = {"model": str(start), "env": "guessing", "proposer": f"{__file__}:another_number", "out": str(path)}
+        done = rolecall.propose(**who, **how)
+        print(f"self-made rows: {done.made} beside {done.given}, dropped {dict(done.dropped)}", flush=True)
+    return str(path)
 
 
 def first_guess(attempts: list[Any]) -> list[str | None]:
@@ -109,7 +161,7 @@ def page_of(place: Path, seeds: int) -> str:
 
 def slug(arm: str) -> str:
     """An arm's name in a path."""
-    return arm.replace(", ", "-").replace(" ", "-")
+    return arm.replace(", ", "-").replace(" ", "-").replace("(", "").replace(")", "")
 
 
 def main() -> None:
@@ -124,8 +176,9 @@ def main() -> None:
     made(start, rolecall.sft, {"model": "tiny", "rows": demonstrations(0), "steps": 300, "optim.lr": 2e-3}, measure)
     for seed in range(given.seeds):
         for arm, more in ARMS.items():
-            lessons = {"lessons.by": first_guess, "lessons.top": 1} if more else {}
-            settings = {**RL, **more, **lessons, "model": str(start), "seed": seed}
+            lessons = {"lessons.by": first_guess, "lessons.top": 1} if "lessons.share" in more else {}
+            rows = {"rows": self_made(given.place, start, seed)} if "rows" in more else {}
+            settings = {**RL, **more, **lessons, **rows, "model": str(start), "seed": seed}
             made(given.place / f"{slug(arm)}-{seed}", rolecall.rl, settings, measure)
             print(arm, seed, measured(given.place / f"{slug(arm)}-{seed}"), flush=True)
         kept = given.page.read_text().partition("\n## ")[1:] if given.page.is_file() else ("", "")

@@ -38,7 +38,8 @@ def play(programs, engine, rows, **more):
         context_length=more.pop("context", 1000),
         model="tiny",
     )
-    wanted = [Wanted(prompt=i, sample=0, row=row, seed=i) for i, row in enumerate(rows)]
+    n = more.pop("n", 1)
+    wanted = [Wanted(prompt=i, sample=k, row=row, seed=i) for i, row in enumerate(rows) for k in range(n)]
     return player.play(wanted, sampling, seed=0, step=0)
 
 

@@ -117,6 +117,20 @@ def test_an_environment_factory_is_an_environment():
     assert run.metrics[-1]["rewards/env/mean"] >= 1
 
 
+class Silent(Counter):
+    def get_reward(self) -> float:
+        return 0.0
+
+
+@pytest.mark.filterwarnings("ignore:the rows or the environment bring tools")
+def test_a_dictionary_of_environments_is_chosen_from_by_the_rows():
+    rows = [{**row, "environment": name} for row, name in zip(ROWS, ["loud", "silent"] * 2, strict=True)]
+    given = {**SMALL, "train_dataset": rows, "environment_factory": {"loud": Counter, "silent": Silent}}
+    run = rolecall.rl(**given, max_steps=1, prompts=4, entropy_coef=0.01, **ONE)
+    assert run.metrics[-1]["rewards/env/mean"] == 0.5
+    assert json.loads((run.path / "config.json").read_text())["env"] == "(given in Python) environments loud, silent"
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
@@ -124,14 +138,16 @@ def test_an_environment_factory_is_an_environment():
         ({"reward": "exact", "reward_funcs": accuracy}, "`reward_funcs` is `reward` under another name; keep one"),
         ({"tools": [add]}, "`tools` say nothing of what an episode is worth: give a `reward` function, too"),
         ({"tools": ["add"], "reward": spoken}, r"tools are functions, as in tools=\[add\], got 'add'"),
-        ({"environment_factory": {"a": Counter}}, "a run has one environment"),
+        ({"environment_factory": {"a": "b.py"}}, "several environments are classes by name, .* 'a' is none"),
+        ({"environment_factory": {"a": Counter}, "train_dataset": None}, "several environments need rows whose"),
+        ({"environment_factory": {"a": Counter}}, "a row's `environment` is None, and there are a: name one"),
         ({"samples": 4, "reward": accuracy}, "`num_generations` sets `samples`, and so does `samples`"),
         ({"reward": accuracy, "num_generaton": 4}, "unknown key `num_generaton`: did you mean"),
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(given, sentence):
     with pytest.raises(UserError, match=sentence):
-        rolecall.rl(**SMALL, **given)
+        rolecall.rl(**{**SMALL, **given})
 
 
 def test_sft_takes_them_too():

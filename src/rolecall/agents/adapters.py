@@ -87,3 +87,51 @@ class TRLEnv(ToolsEnv):
     def view(self) -> Mapping[str, Any]:
         """The attributes that reward functions see."""
         return vars(self._env)
+
+
+def named_in(row: Mapping[str, Any], by_name: Mapping[str, Any]) -> Any:
+    """What is kept for the environment that a row names."""
+    name: Any = row.get("environment")
+    if name in by_name:
+        return by_name[name]
+    known = ", ".join(by_name)
+    raise EnvError(f"a row's `environment` is {name!r}, and there are {known}: name one of them in every row")
+
+
+class SeveralEnvs:
+    """Environments by name, as TRL's `environment_factory` takes a dictionary: a row's `environment` says which one it plays.
+
+    Each is of TRL's kind, or has `reset` and `step` as ours have. `environment` is not handed to it.
+    """
+
+    def __init__(
+        self, factories: Mapping[str, Callable[[], Any]], tools: Mapping[str, Callable[..., Any]] | None = None
+    ) -> None:
+        self._factories, self._given = factories, tools
+
+    @property
+    def tools(self) -> dict[str, list[dict[str, Any]]]:
+        """What a chat template says of the tools of each environment; finding out makes one of each."""
+        return {name: list(getattr(self._made(made), "tools", ())) for name, made in self._factories.items()}
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Said:
+        self._env = self._made(named_in(row, self._factories))
+        told: Said = self._env.reset({name: value for name, value in row.items() if name != "environment"}, seed)
+        return told
+
+    def step(self, message: Message) -> Step:
+        found: Step = self._env.step(message)
+        return found
+
+    def final_reward(self) -> float | None:
+        """What the one that is played says, if it says anything."""
+        return self._env.final_reward() if hasattr(self._env, "final_reward") else None
+
+    def view(self) -> Mapping[str, Any]:
+        """The attributes that reward functions see."""
+        held = getattr(self._env, "view", None)
+        return held() if callable(held) else vars(self._env)
+
+    def _made(self, factory: Callable[[], Any]) -> Any:
+        made = factory()
+        return made if hasattr(made, "step") else TRLEnv(lambda: made, self._given)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rolecall.agents.conversation import Dialect
-from rolecall.agents.pool import Envs, Failure
+from rolecall.agents.pool import Envs, Failure, Tools
 from rolecall.agents.replies import Reply
 from rolecall.agents.worker import Call
 from rolecall.errors import UserError
@@ -136,7 +136,7 @@ class FrozenEnvs(Envs):
         return tuple(player for player in self.envs.players if player not in self.voices)
 
     @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
+    def tools(self) -> Tools:
         return self.envs.tools
 
     def begin(self) -> None:

@@ -13,6 +13,7 @@ from math import inf
 from time import monotonic
 from typing import Any
 
+from rolecall.agents.adapters import named_in
 from rolecall.agents.context import QUESTION, THOUGHT, context_of
 from rolecall.agents.conversation import Conversation, Dialect
 from rolecall.agents.played import Played, PlayedTurn, Wanted
@@ -77,6 +78,11 @@ def dialect_of(row: Mapping[str, Any], dialect: Dialect) -> Dialect:
     return replace(dialect, template_kwargs=kwargs)
 
 
+def _with_tools(dialect: Dialect, tools: Sequence[Mapping[str, Any]]) -> Dialect:
+    """With an environment's tools, unless the run says which the template is given."""
+    return replace(dialect, template_kwargs={**({"tools": list(tools)} if tools else {}), **dialect.template_kwargs})
+
+
 class Player:
     """Plays episodes of one kind of environment with one engine."""
 
@@ -91,8 +97,7 @@ class Player:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.engine, self.envs, self.options, self.clock = engine, envs, options, clock
-        tools = {} if not envs.tools else {"tools": list(envs.tools)}
-        self.dialect = replace(dialect, template_kwargs={**tools, **dialect.template_kwargs})
+        self.dialect = _with_tools(dialect, () if isinstance(envs.tools, Mapping) else envs.tools)
         self.limit = min(context_length, options.context_tokens or context_length)
         self.advance: Callable[[int, int, str], None] = lambda done, total, unit: None
         """Told how many episodes have ended."""
@@ -111,7 +116,7 @@ class Player:
         o = self.options
         until = inf if o.max_seconds is None else self.clock() + o.max_seconds
         drawn = drawn_for(wanted, sampling, seed=seed, step=step)
-        dialects = {w.prompt: dialect_of(w.row, self.dialect) for w in wanted}
+        dialects = {w.prompt: dialect_of(w.row, self._dialect(w.row)) for w in wanted}
         episodes = [
             _Episode(
                 wanted=w,
@@ -163,6 +168,11 @@ class Player:
             if ended > before:
                 self.advance(ended, len(episodes), "episodes")
         return list(episodes)
+
+    def _dialect(self, row: Mapping[str, Any]) -> Dialect:
+        """With the tools of the environment that a row plays."""
+        by_name = self.envs.tools
+        return _with_tools(self.dialect, named_in(row, by_name)) if isinstance(by_name, Mapping) else self.dialect
 
     def _request(self, episode: _Episode, drawn: Drawn) -> Request | None:
         """What to ask for next, or None if the episode is over, or has no room left, which ends it."""

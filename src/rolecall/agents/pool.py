@@ -33,6 +33,10 @@ class Failure:
     """True if what the environment returned is not what it should; False if it raised, hung or died."""
 
 
+Tools = Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Mapping[str, Any]]]
+"""JSON schemas; where there are several environments, those of each by its name."""
+
+
 class Envs(Protocol):
     """Environments by the number of their episode. Nothing that an environment does raises."""
 
@@ -42,7 +46,7 @@ class Envs(Protocol):
         ...
 
     @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
+    def tools(self) -> Tools:
         """JSON schemas for the chat template."""
         ...
 
@@ -76,7 +80,7 @@ class LocalEnvs(Envs):
 
     def __init__(self, factory: Callable[[], Any]) -> None:
         known = describe(factory)
-        self._players, self._tools = tuple(known["players"]), tuple(known["tools"])
+        self._players, self._tools = tuple(known["players"]), known["tools"]
         self._factory = factory
         self._envs: dict[int, Any] = {}
         self._answers: list[tuple[int, Reply | Failure]] = []
@@ -86,7 +90,7 @@ class LocalEnvs(Envs):
         return self._players
 
     @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
+    def tools(self) -> Tools:
         return self._tools
 
     def begin(self) -> None:
@@ -165,7 +169,7 @@ class EnvPool(WorkerPool, Envs):
             ),
             hosts=hosts,
         )
-        self._players, self._tools = tuple(self.ready["players"]), tuple(self.ready["tools"])
+        self._players, self._tools = tuple(self.ready["players"]), self.ready["tools"]
         self._episodes: dict[int, _History] = {}
         self._batch = 0
         self.begin()
@@ -175,7 +179,7 @@ class EnvPool(WorkerPool, Envs):
         return self._players
 
     @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
+    def tools(self) -> Tools:
         return self._tools
 
     def begin(self) -> None:

@@ -57,9 +57,15 @@ def open_worker(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Answer]:
     port = _relay(setup["socket"])
 
     def answer(job: Mapping[str, Any], send: Send) -> None:
+        if "states" in job:
+            try:
+                send({"scores": run.score(job["states"]), "done": True})  # type: ignore[union-attr]
+            except Exception as error:  # the group's failure, not the worker's
+                send(described(error) | {"done": True})
+            return
         _Programs(run, port, job, send).play()
 
-    return {"port": port}, answer
+    return {"port": port, "grouped": bool(getattr(run, "grouped", False))}, answer
 
 
 def _check(run: Any, name: str) -> None:

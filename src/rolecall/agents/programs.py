@@ -146,6 +146,36 @@ class Programs(WorkerPool):
             for worker in self._busy:  # after an error or Ctrl-C, nobody waits for what they do
                 self._replace(worker)
 
+    @property
+    def grouped(self) -> bool:
+        """Whether what an episode is worth is known when all of its group have ended."""
+        return bool(self.ready["grouped"])
+
+    def score(self, groups: Mapping[int, Mapping[int, Returned]]) -> dict[int, Returned | Failure]:
+        """What episodes are worth, each compared with the others of its group."""
+        found: dict[int, Returned | Failure] = {}
+
+        def pack(group: int, worker: Worker) -> bytes:
+            return pickle.dumps({"states": [returned.result["state"] for returned in groups[group].values()]})
+
+        def heard(group: int, said: dict[str, Any] | Broken) -> None:
+            scores = None if isinstance(said, Broken) else said.get("scores")
+            why = said.why if isinstance(said, Broken) else said.get("error")
+            for number, at in enumerate(groups[group]):
+                if scores is not None:
+                    result = dict(scores[number])
+                    found[at] = Returned(reward=result.pop("reward"), result=result)
+                elif why is not None:
+                    found[at] = Failure(reason=f"its group could not be scored: {why}")
+
+        queue = deque(groups)
+        silence, self.deadline_s = self.deadline_s, self.options.deadline
+        try:
+            self.run([queue] * len(self.workers), pack=pack, heard=heard)
+        finally:
+            self.deadline_s = silence
+        return found
+
     def _end_overdue(
         self, waited: Callable[[int], float], ended: Callable[[int, Returned | Failure], None], *, late: bool
     ) -> None:
@@ -253,7 +283,7 @@ class ProgramPlayer:
         def ended(at: int, how: Returned | Failure) -> None:
             self.gateway.end(sessions[at], streams=isinstance(how, Failure))
             found[at] = how
-            if not sessions[at].streams:
+            if not sessions[at].streams and not self.programs.grouped:
                 over(at)
             self.advance(len(found), len(wanted), "episodes")
 
@@ -271,7 +301,13 @@ class ProgramPlayer:
                 between=self.between,
                 late=lambda: monotonic() >= until or self._stopped,
             )
-            for at in found.keys() - played.keys():
+            if self.programs.grouped:
+                groups: dict[int, dict[int, Returned]] = {}
+                for at in sorted(found):
+                    if isinstance(how := found[at], Returned):
+                        groups.setdefault(wanted[at].prompt, {})[at] = how
+                found |= self.programs.score(groups)
+            for at in sorted(found.keys() - played.keys()):
                 self.gateway.settle(sessions[at])
                 over(at)
         finally:

@@ -7,8 +7,10 @@ Its dataset are the rows, and what its rubric says is the reward.
 import asyncio
 import json
 import os
+import pickle
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 from rolecall.config.agents import AgentOptions
@@ -26,10 +28,27 @@ PREFIX = "verifiers:"
 
 
 class VerifiersProgram:
-    """A loaded environment as a program: (base URL, key, row) -> what its rubric says."""
+    """A loaded environment as a program: (base URL, key, row) -> what its rubric says.
+
+    A rubric with functions that compare the rollouts of a group says nothing of one alone: then a rollout's state is returned as
+    it is, and `score` is given those of a group.
+    """
 
     def __init__(self, name: str) -> None:
         self._env = _loaded(name)
+        rubric = self._env.rubric
+        self.grouped = any(map(rubric._is_group_func, rubric._get_reward_funcs()))
+        """Whether rollouts are scored by groups."""
+        self._state: Mapping[str, Any] = {}
+        if self.grouped:
+            self._env.set_score_rollouts(False)
+            unscored = rubric.dummy_score_rollout
+
+            async def keep(state: Any) -> None:
+                self._state = state
+                await unscored(state)
+
+            rubric.dummy_score_rollout = keep
 
     def __call__(self, base_url: str, key: str, row: Mapping[str, Any]) -> dict[str, Any]:
         from verifiers.types import ClientConfig
@@ -39,8 +58,32 @@ class VerifiersProgram:
         found = asyncio.run(self._env.run_rollout(dict(row), client, "policy", {}))
         if (error := found.get("error")) is not None:
             raise EnvError(error["error_chain_str"] if isinstance(error, Mapping) else str(error))
-        shown = {name: found.get(name) for name in ("metrics", "stop_condition", "is_truncated")}
-        return {"reward": found["reward"], **shown}
+        if self.grouped:
+            return {"state": _packed(self._state)}
+        return {"reward": found["reward"], **_shown(found)}
+
+    def score(self, states: Sequence[str]) -> list[dict[str, Any]]:
+        """What the rubric says of a group's rollouts."""
+        from verifiers.types import State
+
+        group = [State(pickle.loads(b64decode(state))) for state in states]
+        asyncio.run(self._env.rubric.score_group(group))
+        return [{"reward": float(state["reward"]), **_shown(state)} for state in group]
+
+
+def _shown(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What reward functions see of a rollout."""
+    return {name: state.get(name) for name in ("metrics", "stop_condition", "is_truncated")}
+
+
+def _packed(state: Mapping[str, Any]) -> str:
+    """A state as text, without what cannot leave its process (a client, a lock)."""
+    kept = {}
+    for name, value in state.items():
+        with suppress(Exception):  # whatever an object raises that does not let itself be pickled
+            pickle.dumps(value)
+            kept[name] = value
+    return b64encode(pickle.dumps(kept)).decode()
 
 
 def verifiers_rows(name: str, options: AgentOptions, *, n: int, held_out: int) -> Splits:
@@ -104,10 +147,4 @@ def _loaded(name: str) -> Any:
             env = verifiers.load_environment(module, **options)
         except (ValueError, RuntimeError) as error:  # with its own sentence
             raise EnvError(str(error)) from error
-    groups: list[str] = getattr(env.rubric, "_get_group_reward_func_names", list)()
-    if groups:
-        raise EnvError(
-            f"the rubric of {Path(module).name} compares the rollouts of a group ({groups[0]}), but each is scored where it "
-            "was played: give that function as --reward"
-        )
     return env

@@ -41,7 +41,7 @@ def describe(factory: Callable[[], Any]) -> dict[str, Any]:
             raise UserError(f"{name} cannot be called as {method}({', '.join(given)}): {error}{hint}") from error
         except ValueError:  # written in C: nothing is known of its arguments
             continue
-    return {"players": list(players_of(env)), "tools": list(getattr(env, "tools", ()))}
+    return {"players": list(players_of(env)), "tools": getattr(env, "tools", ())}
 
 
 def open_worker(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Answer]:

@@ -5,7 +5,7 @@ from functools import partial
 from os import PathLike, fspath
 from typing import Any
 
-from rolecall.agents.adapters import ToolsEnv, TRLEnv
+from rolecall.agents.adapters import SeveralEnvs, ToolsEnv, TRLEnv
 from rolecall.agents.programs import PREFIX, Program
 from rolecall.config.agents import AgentOptions
 from rolecall.config.given import GivenObject
@@ -51,12 +51,12 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError("`agent` is a program that plays episodes itself, and there is `env`: give one of them")
         program = found.pop("agent")
         found["env"] = f"{PREFIX}{program}" if isinstance(program, str) else Program(program)
-    if isinstance(found.get("env"), Mapping):
-        raise UserError(
-            "a run has one environment: give a class; rows that tell what to play are handed to its `reset`"
-        )
+    if isinstance(found.get("env"), Mapping) and found.get("rows") is None:
+        raise UserError("several environments need rows whose `environment` names the one to play: give `rows`")
     if found.get("tools"):
         found = _with_tools(found)
+    elif isinstance(found.get("env"), Mapping):
+        found["env"] = _several(found["env"])
     wrap = {"rows": _rows, "eval_data": _rows, "env": _env, "reward": _rewards, "judge": _rewards}
     for name, wrapped in wrap.items():
         value = found.pop(name, None)
@@ -117,7 +117,7 @@ def _with_model(found: dict[str, Any]) -> dict[str, Any]:
 def _with_tools(found: dict[str, Any]) -> dict[str, Any]:
     """Functions that the policy may call are an environment, or beside a class of TRL's kind more tools of it."""
     tools, factory = found.pop("tools"), found.get("env")
-    if factory is not None and (not isinstance(factory, type) or hasattr(factory, "step")):
+    if not isinstance(factory, Mapping | None) and (not isinstance(factory, type) or hasattr(factory, "step")):
         raise UserError("`tools` go with a class as TRL's `environment_factory` takes it; make them part of this `env`")
     functions = list(tools) if isinstance(tools, list | tuple) else [tools]
     for function in functions:
@@ -126,6 +126,22 @@ def _with_tools(found: dict[str, Any]) -> dict[str, Any]:
     if found.get("reward") is None and factory is None:
         raise UserError("`tools` say nothing of what an episode is worth: give a `reward` function, too")
     named: dict[str, Callable[..., Any]] = {name_of(function): function for function in functions}
+    if isinstance(factory, Mapping):
+        return {**found, "env": _several(factory, named)}
     env: Any = partial(ToolsEnv, named) if factory is None else partial(TRLEnv, factory, named)
     env.__name__ = f"tools {', '.join(named)}"  # what config.json says
     return {**found, "env": env}
+
+
+def _several(factories: Mapping[str, Any], tools: Mapping[str, Callable[..., Any]] | None = None) -> Any:
+    """Environments by name are one in which rows choose."""
+    wrong = [name for name, factory in factories.items() if not callable(factory)]
+    if wrong or not factories:
+        raise UserError(
+            f"several environments are classes by name, as in {{'game': Game}}: {wrong[0]!r} is none"
+            if wrong
+            else "`env` is an empty mapping: name an environment"
+        )
+    env: Any = partial(SeveralEnvs, dict(factories), tools)
+    env.__name__ = f"environments {', '.join(factories)}"
+    return env
