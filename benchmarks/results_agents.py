@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from kuhn_self_play import strategy_of
 
 from rolecall.tasks.kuhn import exploitability, game_value
-from rolecall.tasks.names import find_task
 
 HELD_OUT, SAMPLES, LOOKED = 256, 2, 5
 """Held-out rows that are played; episodes of each at temperature 1; last steps that a number of training is the mean of."""
@@ -37,8 +36,6 @@ class Plan:
 
     sft: dict[str, Any]
     rl: dict[str, Any]
-    calls: dict[str, Any] | None = None
-    """SFT before that, on demonstrations that all call."""
     measure: Callable[[Path], dict[str, float]]
     """What is known of the model of a run."""
     rows: dict[str, str]
@@ -81,16 +78,6 @@ def coin_rows(place: Path, seed: int) -> tuple[str, str]:
     return str(demonstrations), textworld_games.write(textworld_games.games(), place / "games.jsonl")
 
 
-def calling(path: Path) -> str:
-    """A file of the calculator's demonstrations, all of which call; its name."""
-    rows = []
-    for row in find_task("calculator").rows("train", n=4000):
-        call = [("assistant", f"<calc>{row['prompt'][0]['content']}</calc>"), ("tool", row["answer"])]
-        messages = [{"role": role, "content": text} for role, text in [*call, ("assistant", row["answer"])]]
-        rows.append({"prompt": row["prompt"], "completion": messages})
-    return textworld_games.write(rows, path)
-
-
 def exact(run: Path) -> dict[str, float]:
     """The strategy's value and what best responses win against it."""
     strategy = strategy_of(str(run / "model"))
@@ -105,17 +92,15 @@ COMMON = {
 RIGHT = {"greedy": ".1%", "sampled": ".1%"}
 PLANS = {
     "calculator": Plan(
-        calls={"steps": 800},
-        sft={"steps": 300},
+        sft={"steps": 2500},
         rl={
-            "steps": 120,
+            "steps": 200,
             "prompts": 8,
             "sampling": {"max_new_tokens": 24},
             "optim": {"lr": 3e-4, "warmup_steps": 3, "schedule": "cosine"},
             "algorithm": {"epochs": 1},
         },
         measure=played("calculator", 24),
-        rows_of=lambda place, seed: (calling(place / "calls.jsonl"), ""),
         rows=RIGHT,
         counts=("agents/tool_calls",),
     ),
@@ -168,10 +153,8 @@ def settings_of(task: str, files: tuple[str, str]) -> dict[str, dict[str, Any]]:
     """All settings of both runs of a task, by their dotted names. `files` are the rows where the task is not built in."""
     plan = PLANS[task]
     demonstrations, rows = (task, {}) if plan.env is None else (files[0], {"rows": files[1]})
-    first = {"rows": files[0], **flat(plan.calls), "optim.lr": 2e-3} if plan.calls else {}
     return {
-        "calls": {"model": "tiny", **first},
-        "sft": {"model": "tiny", "rows": demonstrations, **flat(plan.sft), "optim.lr": 5e-4 if plan.calls else 2e-3},
+        "sft": {"model": "tiny", "rows": demonstrations, **flat(plan.sft), "optim.lr": 2e-3},
         "rl": {"env": plan.env or task, **rows, **flat(COMMON), **flat(plan.rl)},
     }
 
@@ -197,10 +180,6 @@ def both(place: Path, task: str, seed: int) -> None:
     start, end = place / f"{task}-start-{seed}", place / f"{task}-{seed}"
     rows_of = PLANS[task].rows_of
     settings = settings_of(task, ("", "") if rows_of is None else rows_of(place, seed))
-    if PLANS[task].calls is not None:
-        before = place / f"{task}-calls-{seed}"
-        made(before, rolecall.sft, settings["calls"] | {"seed": seed}, lambda run: {})
-        settings["sft"]["model"] = str(before)
     made(start, rolecall.sft, settings["sft"] | {"seed": seed}, PLANS[task].measure)
     made(end, rolecall.rl, settings["rl"] | {"seed": seed, "model": str(start)}, PLANS[task].measure)
 
@@ -236,20 +215,14 @@ NAMES = {
 def commands(task: str) -> list[str]:
     """What was run, for one to type."""
     plan, lines = PLANS[task], []
-    files = ("calls.jsonl", "") if plan.calls else ("games/demonstrations.jsonl", "games/games.jsonl")
-    settings = settings_of(task, files)
+    settings = settings_of(task, ("games/demonstrations.jsonl", "games/games.jsonl"))
     if plan.env is not None:
         lines.append("python benchmarks/textworld_games.py games")
-    if plan.calls is None:
-        del settings["calls"]
-    else:
-        lines.append("python benchmarks/results_agents.py --calls calls.jsonl")
-        settings["calls"]["out"] = settings["sft"]["model"] = f"runs/{task}-calls"
     settings["sft"]["out"], settings["rl"]["out"] = f"runs/{task}-start", f"runs/{task}"
     settings["rl"] = {"model": f"runs/{task}-start", **settings["rl"]}
     for job, held in settings.items():
         words = [f"--{name} {value}" for name, value in held.items() if not name.startswith("save.")]
-        line = f"rolecall {'sft' if job == 'calls' else job}"
+        line = f"rolecall {job}"
         for word in words:
             if len(line.rpartition("\n")[2]) + len(word) > 112:
                 line += " \\\n "
@@ -280,7 +253,7 @@ def page_of(place: Path, seeds: int, before: str) -> str:
         "Written by `python benchmarks/results_agents.py`, from the runs it makes: CPU, one thread, float32. Numbers are mean",
         f"[lowest, highest] over seeds. Shares are of {HELD_OUT} held-out rows, which each model plays once greedily and {SAMPLES} times at",
         f"temperature 1; numbers of training are means over the first and the last {LOOKED} steps. Times are processor time of one run.",
-        f"Of TextWorld they are {textworld_games.HELD_OUT} held-out games. [agents.md](agents.md) says what the tasks are and how the settings were found.",
+        "[agents.md](agents.md) says what the tasks are and how the settings were found.",
         "",
         "| task | | start | after RL | SFT | RL | seeds |",
         "|---|---|---|---|---|---|---|",
@@ -301,7 +274,7 @@ def page_of(place: Path, seeds: int, before: str) -> str:
         for name in plan.counts:
             sides = [spread([trained(run, name, last=last) for _, run in pairs], ".2f") for last in (False, True)]
             lines.append(f"| | {NAMES[name]} | {' | '.join(sides)} | | | |")
-    for task in PLANS:
+    for task in [task for task in PLANS if any(line.startswith(f"| {task} |") for line in lines)]:
         lines += ["", f"## {task}", "", "```bash", *commands(task), "```"]
     return "\n".join(lines) + "\n"
 
@@ -314,11 +287,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="make this one alone")
     parser.add_argument("--place", type=Path, default=Path("runs/results-agents"))
     parser.add_argument("--page", type=Path, default=Path("docs/results-agents.md"))
-    parser.add_argument("--calls", type=Path, help="write the calculator's demonstrations with calls alone, and end")
     given = parser.parse_args()
-    if given.calls:
-        calling(given.calls)
-        return
     torch.set_num_threads(1)
     for seed in range(given.seeds) if given.seed is None else [given.seed]:
         for task in [given.only] if given.only else PLANS:
