@@ -4,11 +4,18 @@ import json
 import shutil
 import subprocess
 import time
+from shlex import split
 
 import pytest
 from view_server import CALL, append, line, viewing, write_run
 
 from rolecall.train.lock import RunLock
+
+TRAIN = split(
+    "rl --preset grpo --model tiny --rows sorting --steps 400 --prompts 2 --samples 2 --sampling.max_new_tokens 4 "
+    "--algorithm.entropy_coef 0.01 --out trains --view"
+)
+SHOWN = "return [...document.querySelectorAll('tbody tr')].filter((r) => !r.hidden).map((r) => r.dataset.run)"
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +55,7 @@ def test_first_there_is_nothing_then_a_run_appears_by_itself(here, server, runs)
 
 
 def test_a_curve_moves_while_a_real_run_trains_and_shows_its_own_view(here, server, runs):
-    words = ["rl", "--preset", "grpo", "--model", "tiny", "--rows", "sorting", "--steps", "400", "--prompts", "2"]
-    words += [
-        "--samples",
-        "2",
-        "--sampling.max_new_tokens",
-        "4",
-        "--out",
-        "trains",
-        "--view",
-        "--algorithm.entropy_coef",
-        "0.01",
-    ]
-    run = subprocess.Popen([*CALL, *words], cwd=runs, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen([*CALL, *TRAIN], cwd=runs, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         address = next(line.removeprefix("view: ").strip() for line in run.stderr if line.startswith("view: "))
         here.open(address)
@@ -165,19 +160,18 @@ def test_the_table_is_filtered_and_sorted_by_keyboard_alone(here, server, runs):
         if not (runs / name).is_dir():
             write_run(runs / name, steps=steps, model=f"model-of-{name}")
     here.open(f"{server.base}/")
-    shown = "return [...document.querySelectorAll('tbody tr')].filter((r) => !r.hidden).map((r) => r.dataset.run)"
     here.driver.switch_to.active_element.send_keys("/")
     assert here.js("return document.activeElement.id") == "filter"
     here.driver.switch_to.active_element.send_keys("model-of-")
-    assert set(here.js(shown)) == {"alpha", "beta"}
+    assert set(here.js(SHOWN)) == {"alpha", "beta"}
     for _ in range(40):
         here.press("TAB")
         if here.js("return document.activeElement.dataset.sort") == "last":
             break
     here.press("ENTER")
-    assert here.js(shown) == ["beta", "alpha"]
+    assert here.js(SHOWN) == ["beta", "alpha"]
     here.press("ENTER")
-    assert here.js(shown) == ["alpha", "beta"]
+    assert here.js(SHOWN) == ["alpha", "beta"]
     assert here.js("return document.activeElement.closest('th').ariaSort") == "ascending"
     here.driver.switch_to.active_element.send_keys("j")
     here.press("ENTER")
@@ -188,16 +182,13 @@ def test_a_tag_filters_by_keyboard_and_the_address_keeps_it(here, server, runs):
     for name in ("tagged,lr=7e-7@seed=1", "tagged,lr=7e-7@seed=2", "tagged,lr=8e-8@seed=1"):
         write_run(runs / name)
     here.open(f"{server.base}/")
-    shown = (
-        "return [...document.querySelectorAll('tbody tr')].filter((r) => !r.hidden).map((r) => r.dataset.run).sort()"
-    )
     here.js("document.querySelector('[data-tag=\"lr=7e-7\"]').focus()")
     here.press("ENTER")
-    assert here.js(shown) == ["tagged,lr=7e-7@seed=1", "tagged,lr=7e-7@seed=2"]
+    assert sorted(here.js(SHOWN)) == ["tagged,lr=7e-7@seed=1", "tagged,lr=7e-7@seed=2"]
     address = here.driver.current_url
     here.open("about:blank")
     here.open(address)
-    assert here.js(shown) == ["tagged,lr=7e-7@seed=1", "tagged,lr=7e-7@seed=2"]
+    assert sorted(here.js(SHOWN)) == ["tagged,lr=7e-7@seed=1", "tagged,lr=7e-7@seed=2"]
 
 
 def test_curves_are_read_out_zoomed_and_smoothed_by_keyboard(here, server, runs):
