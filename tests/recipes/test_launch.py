@@ -10,7 +10,7 @@ from forked_ranks import ended, forked, ranks
 from safetensors.torch import load_file
 
 import rolecall
-from rolecall.train import launch
+from rolecall.train import peers
 
 SFT = ["sft", "--rows", "addition", "--steps", "1", "--batch", "4", "--quiet", "--out", "run"]
 QUICK = ["--rank-timeout", "1.5"]
@@ -91,7 +91,7 @@ def test_accelerate_launch_is_refused_with_the_line_to_use(tmp_path, capfd, monk
     monkeypatch.setattr(sys, "argv", ["train.py", "7"])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(rolecall.errors.UserError, match=r"start it with: torchrun --nproc_per_node 4 train\.py 7$"):
-        launch.refuse_accelerate()
+        peers.refuse_accelerate()
 
 
 def test_ranks_with_other_code_are_refused(tmp_path, capfd):
@@ -106,7 +106,7 @@ def test_ranks_with_other_code_are_refused(tmp_path, capfd):
     assert ended(children) == [2, 2]
     told = capfd.readouterr().err
     assert "Traceback" not in told
-    assert f"rolecall code (sha256) is '{launch.code_hash()}' on rank 0 and 'another' on rank 1" in told
+    assert f"rolecall code (sha256) is '{peers.code_hash()}' on rank 0 and 'another' on rank 1" in told
     assert not (tmp_path / "run").exists()
 
 

@@ -35,11 +35,10 @@ from rolecall.policy.device import open_device
 from rolecall.train.callbacks import Callbacks, Given, check_callbacks
 from rolecall.train.exit_codes import ExitCode
 from rolecall.train.jsonl import read_lines
-from rolecall.train.launch import PATIENCE, code_hash, join, refuse_accelerate
 from rolecall.train.lock import LockedError
 from rolecall.train.loop import Loop, Outcome
 from rolecall.train.manifest import CheckpointError, DamagedCheckpointError, seal_model
-from rolecall.train.peers import PeerLost, Peers, open_sockets
+from rolecall.train.peers import PATIENCE, PeerLost, Peers, code_hash, join, open_sockets, refuse_accelerate
 from rolecall.train.progress import Progress, Quiet
 from rolecall.train.rundir import RunDir, RunDirError, check_new, disk_errors
 from rolecall.train.state import first_non_finite
