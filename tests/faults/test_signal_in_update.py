@@ -31,16 +31,19 @@ def test_a_signal_between_micro_batches_ends_the_run_after_the_step(tmp_path, wh
     broken = tmp_path / "broken"
 
     def interrupted() -> int:
-        calls, real = 0, Updater._micro_batch
+        calls, descend = 0, Updater.descend
 
-        def counted(self, *args, **options):
-            nonlocal calls
-            calls += 1
-            if calls == call:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return real(self, *args, **options)
+        def counted(self, parts, backward, *args, **options):
+            def signalled(rows):
+                nonlocal calls
+                calls += 1
+                if calls == call:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                backward(rows)
 
-        Updater._micro_batch = counted
+            return descend(self, parts, signalled, *args, **options)
+
+        Updater.descend = counted
         code = train("ppo", broken, **HOW)
         assert calls > call, "the step went on"
         return code

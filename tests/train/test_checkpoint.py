@@ -393,7 +393,7 @@ print(refused, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 
 
 
 def test_these_modules_do_without_torch():
-    modules = "checkpoint, rundir, signals, exit_codes, formats, jsonl, lock, manifest"
+    modules = "checkpoint, rundir, signals, exit_codes, jsonl, lock, manifest"
     code = f"import sys; from rolecall import files; from rolecall.train import {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
