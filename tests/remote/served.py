@@ -45,6 +45,7 @@ def listening(start):
         for task in under_way:
             task.cancel()
         loop.run_until_complete(asyncio.gather(*under_way, return_exceptions=True))
+        loop.run_until_complete(asyncio.sleep(0.05))  # what these closed is gone only some turns of the loop later
         loop.close()
 
     thread = threading.Thread(target=run)

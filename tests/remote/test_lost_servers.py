@@ -82,7 +82,7 @@ def cutting(url, *, after):
     cut, port = [True], int(url.rpartition(":")[2])
 
     async def copy(reader, writer, watch):
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError), contextlib.closing(writer):
             while piece := await reader.read(2**16):
                 watch["asks"] = watch.get("asks") or b"/rolecall/v1/generate" in piece
                 if watch["asks"] and watch["answers"] is reader and not cut:
@@ -92,7 +92,6 @@ def cutting(url, *, after):
                     break
                 writer.write(piece)
                 await writer.drain()
-        writer.close()
 
     async def connected(reader, writer):
         there, back = await asyncio.open_connection("127.0.0.1", port)
