@@ -35,7 +35,7 @@ TRAIN = split(
 
 
 DOCS = Path(__file__).parents[1] / "docs" / "view.md"
-PAGES, COST, END = "## What it costs\n", "The run is not slowed", "## Not built\n"
+PAGES, COST, END = "## What it costs\n", "What the open page costs a run", "## Not built\n"
 """Where the parts of that section of docs/view.md begin, and the next one."""
 PAGES_SAY = f"""{PAGES}
 Measured by `python benchmarks/view.py`, which writes this section, in chromium on {{cores}} cores (load {{load:.0f}}); seconds until the page and its
