@@ -21,6 +21,7 @@ from forked_ranks import ended, processes, started
 from safetensors.torch import load_file
 
 from rolecall.cli import main
+from rolecall.errors import UserError
 from rolecall.jobs import models
 from rolecall.policy import sharding
 from rolecall.policy.load import load
@@ -252,19 +253,24 @@ def offloading():
 def test_what_is_freed_goes_back_to_the_system_from_before_the_model_is_read(place, monkeypatch):
     """Else every process would keep the room of the whole model, of which it holds a part."""
     seen = []
+
+    def read(*_, **__):
+        seen.append("read")
+        raise UserError("far enough")
+
     monkeypatch.setattr(sharding, "give_back_memory", lambda: seen.append("given back"))
-    monkeypatch.setattr(models, "_open", lambda *_, **__: seen.append("read") or load("tiny"))
-    assert main([*CASES["sft"], "--out", "run", *SHARDED]) == 0
+    monkeypatch.setattr(models, "_open", read)
+    assert main([*CASES["sft"], "--out", "run", *SHARDED]) == 2
     assert seen == ["given back", "read"]
     seen.clear()
-    assert main([*CASES["sft"], "--out", "whole"]) == 0
+    assert main([*CASES["sft"], "--out", "run"]) == 2
     assert seen == ["read"]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="how memory is given back is glibc's")
 def test_freed_blocks_of_any_size_go_back_to_the_system():
     code = """
-import torch, ctypes
+import torch
 from pathlib import Path
 from rolecall.policy.sharding import give_back_memory
 
@@ -272,26 +278,25 @@ def held():
     words = Path("/proc/self/status").read_text().split()
     return int(words[words.index("VmRSS:") + 1]) // 1024
 
-def taken_and_freed():
+def taken_and_freed(size):
     before, kept = held(), []
-    for _ in range(400):  # 100 MB, with small blocks in between that stay
-        kept += [torch.ones(2**16), torch.ones(64)]
-    taken, kept[::2] = held() - before, [None] * 400
+    for _ in range(200):  # with smaller blocks in between that stay
+        kept += [torch.ones(size), torch.ones(2**13)]
+    taken, kept[::2] = held() - before, [None] * 200
     return taken, held() - before, kept
 
 del [torch.ones(2**22)][:]  # glibc now takes what is smaller than this from its heap
-for first in (True, False):
-    taken, left, kept = taken_and_freed()
+for size in (2**16, 2**17):  # the larger ones do not fit into the holes that the others leave
+    taken, left, kept = taken_and_freed(size)
     print(taken, left)
-    if first:
-        ctypes.CDLL(None).malloc_trim(0)
-        give_back_memory()
+    give_back_memory()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     before, after = (tuple(map(int, line.split())) for line in done.stdout.splitlines())
-    assert before[0] > 90
-    assert before[1] > 90, "what this is for"
-    assert after[1] < before[1] / 2, "some lie in the holes of the first"
+    assert before[0] > 50
+    assert before[1] > 0.9 * before[0], "what this is for"
+    assert after[0] > 100
+    assert after[1] < 0.2 * after[0]
 
 
 @pytest.mark.parametrize(
