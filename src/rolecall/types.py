@@ -150,37 +150,6 @@ class Trajectory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Episode:
-    """One run of a task: one trajectory, or several where there are several agents or the context was cut."""
-
-    trajectories: tuple[Trajectory, ...]
-
-    def __post_init__(self) -> None:
-        if not self.trajectories:
-            raise ValueError("an episode holds at least one trajectory")
-        if len({(t.group, t.episode) for t in self.trajectories}) > 1:
-            raise ValueError("the trajectories of an episode must carry the same group and episode number")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
-    """The episodes that answer one prompt, to be compared with each other."""
-
-    episodes: tuple[Episode, ...]
-
-    def __post_init__(self) -> None:
-        if not self.episodes:
-            raise ValueError("a group holds at least one episode")
-        if len({episode.trajectories[0].group for episode in self.episodes}) > 1:
-            raise ValueError("the episodes of a group must carry the same group number")
-
-    @property
-    def trajectories(self) -> tuple[Trajectory, ...]:
-        """All trajectories of all episodes, in order."""
-        return tuple(t for episode in self.episodes for t in episode.trajectories)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Supports:
     """Which tokens could be drawn at each position, for positions of any shape. Log-probs, entropy and KL are of these.
 
