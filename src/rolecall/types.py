@@ -47,7 +47,9 @@ class Request:
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
-            raise ValueError(f"prompt {self.prompt} is empty: a language model needs at least one token to go on from")
+            raise ValueError(
+                f"prompt {self.prompt} is empty: a language model needs at least one token to continue from"
+            )
         if self.n < 1:
             raise ValueError(f"n must be at least 1 answer, got {self.n}")
         if self.conversation is not None and self.n != 1:

@@ -66,7 +66,7 @@ def test_models_that_the_formulas_do_not_cover_are_refused(tmp_path, capsys):
     for config, sentence in (
         ({**LLAMA, "num_experts": 8}, "is a mixture of experts (num_experts)"),
         ({"hidden_size": 3}, "is not that of a dense decoder"),
-        ([1], "is no JSON object"),
+        ([1], "is not a JSON object"),
     ):
         place.write_text(json.dumps(config))
         assert main(["plan", str(place)]) == 2

@@ -343,4 +343,4 @@ def test_a_server_that_was_restarted_with_old_weights_gets_the_new_ones(caplog):
             assert [found] == expected
     finally:
         engine.__exit__(None, None, None)
-    assert "is lost, what it was asked is asked again" in caplog.text
+    assert "is lost, its requests are sent again" in caplog.text

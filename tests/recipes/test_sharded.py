@@ -115,7 +115,8 @@ def test_in_one_process_the_only_part_is_the_whole_bit_for_bit_and_that_is_said(
         assert main([*(word for word in CASES["ppo"] if word != "--quiet"), "--out", "part", *SHARDED, *offload]) == 0
     assert "fsdp2 with one process: its only part is the whole model" in caplog.messages
     assert (
-        "train.offload moves to the host's memory what lies on an accelerator: on the CPU all does" in caplog.messages
+        "train.offload moves data from an accelerator to the host's memory: on the CPU it has no effect"
+        in caplog.messages
     )
     assert (place / "whole/model/model.safetensors").read_bytes() == (
         place / "part/model/model.safetensors"

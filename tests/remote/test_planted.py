@@ -122,7 +122,7 @@ def moved(loaded, factor=1.1):
     ],
 )
 def test_a_server_that_takes_weights_wrongly_is_noticed_at_the_next_sync(kind, cause):
-    """It is loaded once more, then left out; the run goes on without it, and ends when it was the last."""
+    """It is loaded once more, then left out; the run continues without it, and ends when it was the last."""
     app, loaded = app_of(kind=kind), load("tiny")
     with contextlib.ExitStack() as stack:
         url, other = stack.enter_context(serving(app)), stack.enter_context(serving(app_of()))

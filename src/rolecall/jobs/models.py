@@ -101,7 +101,7 @@ def open_policy(name: str, options: Any) -> LoadedModel:
             policy, rank=how.lora_rank, alpha=how.lora_alpha, targets=how.lora_targets, rs=how.lora_rs
         )
         if goes_on:
-            _log.info("training goes on with the adapter of %s", name)
+            _log.info("training continues with the adapter of %s", name)
             before, model = policy.model.peft_config["default"].lora_dropout, policy.model
             if before and before != how.lora_dropout:
                 _log.warning(

@@ -84,7 +84,7 @@ def _held_out_evaluator(options: SFTOptions, policy: Any, learner: SFTLearner, h
         answers = answering(options, policy, reward, held, learner.updater.ranks)
     elif known is None:
         raise UserError(
-            "the evaluation rows are no demonstrations, so they have no loss: give `completion` too, or eval.reward"
+            "the evaluation rows are not demonstrations, so they have no loss: give `completion` too, or eval.reward"
         )
 
     def evaluate(step: int) -> dict[str, float]:

@@ -319,7 +319,7 @@ class EpisodeRecords:
         try:
             self._write(path, step + 1, found)
         except DiskError as error:
-            _log.warning("the record of step %d was not written, the run goes on: %s", step + 1, error)
+            _log.warning("the record of step %d was not written, the run continues: %s", step + 1, error)
             return
         if self.options.save.rollouts:
             self.run.thin(self.run.rollouts, last=self.options.save.rollouts, every=KEPT_EVERY)

@@ -44,7 +44,7 @@ class StreamOrder:
         self.position, self.taken = int(state["position"]), int(state["taken"])
         if self._before() != state["row"]:
             _log.warning(
-                "the stream gives another row %d than when the checkpoint was written, so the run goes on with other rows; "
+                "the stream gives another row %d than when the checkpoint was written, so the run continues with other rows; "
                 "a stream that is shuffled needs a seed",
                 self.position - 1,
             )
@@ -85,7 +85,7 @@ class RowOrder:
         if (state["rows"], state["seed"]) != (self.rows, self.seed):
             _log.warning(
                 "the checkpoint was taken with %d rows in the order of seed %d; there are %d in that of seed %d now, so "
-                "the run goes on from row %d of a new order",
+                "the run continues from row %d of a new order",
                 *(state["rows"], state["seed"], self.rows, self.seed, int(state["taken"]) % self.rows),
             )
         self.taken = int(state["taken"])
