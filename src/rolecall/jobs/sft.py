@@ -43,7 +43,6 @@ def sft(
 
 
 def build(job: Job) -> Built:
-    """The parts of a run."""
     options, stack = job.options, job.stack
     found, held = demonstrated_splits(options.rows, options.eval, seed=options.seed)
     policy = open_policy(options.model, options)

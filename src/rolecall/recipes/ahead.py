@@ -60,7 +60,6 @@ class InOrder(Reward):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """As the reward's."""
         return self.reward.names
 
     @contextmanager
@@ -82,7 +81,6 @@ class InOrder(Reward):
         return self.reward.score(samples, state=state)
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the step."""
         self._enter()
         found: dict[str, float] = getattr(self.reward, "take_metrics", dict)()
         return found

@@ -138,7 +138,6 @@ class Connection(Call):
             raise ServerLostError(f"its answer to {path} is not JSON") from error
 
     async def close(self) -> None:
-        """Give up the connections."""
         for client in self._made:
             await client.aclose()
 

@@ -75,7 +75,6 @@ class Judge:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its one name."""
         return (self.name,)
 
     def check_columns(self, columns: Iterable[str]) -> None:
@@ -86,7 +85,6 @@ class Judge:
                 raise RewardError(no_column(self.name, name, there))
 
     def score(self, samples: Sequence[Sample], *, state: Mapping[str, Any] | None = None) -> list[Scored]:
-        """One result per sample, in order."""
         sampling = Sampling(temperature=0.0, max_new_tokens=self.source.tokens)
         asked = [[{"role": "user", "content": self.asks(sample)}] for sample in samples]
         begun = [self.server.begin(prompt, sampling, seed=0, seconds=self.seconds) for prompt in asked]
@@ -130,7 +128,6 @@ class Judge:
         return {f"rewards/{self.name}/failed": float(failed)}
 
     def close(self) -> None:
-        """Give up the connections."""
         self.server.close()
 
 

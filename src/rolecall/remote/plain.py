@@ -142,7 +142,6 @@ class PlainServer:
         raise AssertionError("unreachable")
 
     def close(self) -> None:
-        """Give up the connections."""
         self._background.close()
 
 

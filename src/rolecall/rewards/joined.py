@@ -25,7 +25,6 @@ class JoinedReward:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those of all, in order."""
         return tuple(name for reward in self.rewards for name in reward.names)
 
     def check_columns(self, columns: Iterable[str]) -> None:
@@ -35,12 +34,10 @@ class JoinedReward:
             getattr(reward, "check_columns", lambda columns: None)(there)
 
     def score(self, samples: Sequence[Sample], *, state: Mapping[str, Any] | None = None) -> list[Scored]:
-        """One result per sample, in order."""
         each = [reward.score(samples, state=state) for reward in self.rewards]
         return [_together(parts) for parts in zip(*each, strict=True)]
 
     def take_metrics(self) -> dict[str, float]:
-        """Those of all."""
         return {name: value for reward in self.rewards for name, value in reward.take_metrics().items()}
 
 

@@ -38,7 +38,6 @@ class StreamOrder:
         return {"position": self.position, "taken": self.taken, "row": self._before()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         if "position" not in state:
             raise UserError("this run began with a table of rows, not with a stream: resume it with the same rows")
         self.position, self.taken = int(state["position"]), int(state["taken"])
@@ -75,11 +74,9 @@ class RowOrder:
         return chosen
 
     def state_dict(self) -> dict[str, int]:
-        """How far it is."""
         return {"rows": self.rows, "seed": self.seed, "taken": self.taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         if "rows" not in state:
             raise UserError("this run began with a stream, not with a table of rows: resume it with the same rows")
         if (state["rows"], state["seed"]) != (self.rows, self.seed):

@@ -126,7 +126,6 @@ class Loop:
         return state | ({"unevaluated": True} if self._unevaluated else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         self._unevaluated = state.get("unevaluated", False)
         self.best, self.best_step, self._bad = state["best"], state["best_step"], state["bad"]
         self._idle = state.get("idle")
