@@ -23,7 +23,7 @@ def no_tool_calls(run: RunRecord) -> Seen | None:
 
 
 def illegal_actions(run: RunRecord) -> Seen | None:
-    """Four turns in ten are no action that the environment knows."""
+    """Four turns in ten are not an action that the environment knows."""
     turns = run.curve("agents/turns")
     for name in _ILLEGAL:
         count = run.counted(f"agents/{name}")
