@@ -9,7 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from vllm_server import KEY, engine_on, vllm
+from vllm_server import engine_on, vllm
 
 import rolecall
 from rolecall.policy.load import load
@@ -17,11 +17,6 @@ from rolecall.types import Request, Sampling
 from smollm2 import smollm2_path
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
 
 
 @pytest.fixture(scope="module")

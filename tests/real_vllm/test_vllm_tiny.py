@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_server import KEY, engine_on, post, vllm
+from vllm_server import engine_on, post, vllm
 
 import rolecall
 from rolecall.errors import UserError
@@ -30,11 +30,6 @@ RUN = {
     "optim": {"lr": 1e-3},
     "quiet": True,
 }
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
 
 
 @pytest.fixture(scope="module")

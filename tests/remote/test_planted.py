@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from served import KEY, Options, app_of, requests, serving
+from served import Options, app_of, requests, serving
 
 import rolecall
 from rolecall.errors import UserError
@@ -17,11 +17,6 @@ from rolecall.serving.app import _UPDATE, App, read_published
 from rolecall.serving.dialect import read
 
 REWARD = f"{Path(__file__).parent / 'light_rewards.py'}:vowels"
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
 
 
 class Planted(App):

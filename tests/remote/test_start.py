@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from served import KEY, Options, app_of, serving
+from served import Options, app_of, serving
 
 import rolecall
 from rolecall.config.parts import EngineOptions
@@ -76,11 +76,6 @@ def other_weights():
     app = app_of(loaded, kind=Deaf)
     app.expected = app_of().engine.hash()
     return app
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
 
 
 @pytest.mark.parametrize(
