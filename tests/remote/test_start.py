@@ -1,10 +1,13 @@
 """What is wrong with servers is one sentence at the start, before anything is sent to them."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
 from served import KEY, Options, app_of, serving
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 import rolecall
 from rolecall.config.parts import EngineOptions
@@ -56,7 +59,12 @@ def shortened(length):
 
 def renamed():
     """The same model with two tokens of its tokenizer exchanged."""
-    return app_of(about={"tokenizer": "another"})
+    loaded = load("tiny")
+    said = json.loads(loaded.tokenizer.backend_tokenizer.to_str())
+    vocabulary = said["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(said)))
+    return app_of(dataclasses.replace(loaded, tokenizer=other))
 
 
 def other_weights():
