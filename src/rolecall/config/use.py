@@ -1,5 +1,7 @@
 """Options of the commands that use models and runs instead of training."""
 
+import os
+import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -7,6 +9,7 @@ from rolecall.config.agents import AGENT_FLAG, AgentOptions
 from rolecall.config.parts import ChatOptions, EngineOptions, LoadOptions
 from rolecall.config.rewards import RewardProcessOptions
 from rolecall.config.sampling import Sampling
+from rolecall.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +142,14 @@ class GenerateOptions(ServedUseOptions):
 
 KEY_VARIABLE = "ROLECALL_SERVER_KEY"
 """The environment variable that holds a server's key, for who serves and for who asks."""
+
+
+def server_key(*others: str) -> str | None:
+    """The key of servers, from the environment variable for it, or from the first of `others` that is set."""
+    name, key = next(((n, k) for n in (KEY_VARIABLE, *others) if (k := os.environ.get(n))), (KEY_VARIABLE, None))
+    if key is not None and not re.fullmatch("[!-~]+", key):
+        raise UserError(f"the key in the environment variable {name} is not of ASCII without spaces: give another one")
+    return key
 
 
 @dataclass(frozen=True, kw_only=True)
