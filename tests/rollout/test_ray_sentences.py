@@ -76,6 +76,14 @@ def test_an_actor_that_ray_ended_for_memory_is_said_so():
     assert ray_cluster.in_words(ValueError("first\nlast")) == "last"
 
 
+def test_a_machine_without_rolecall_is_said():
+    with pytest.raises(
+        UserError, match=r"a machine of the Ray cluster has no rolecall, .*: install the same on all machines"
+    ):
+        ray_cluster.refuse_missing(RuntimeError("failed to unpickle\nModuleNotFoundError: No module named 'rolecall'"))
+    ray_cluster.refuse_missing(RuntimeError("No module named 'ray'"))
+
+
 class Full(Exception):
     """As Ray raises it."""
 

@@ -58,6 +58,14 @@ def check_resources(ray: Any, count: int, needs: Mapping[str, float], *, what: s
     )
 
 
+def refuse_missing(error: BaseException) -> None:
+    """Say so where what Ray raised is that a machine has no rolecall, or not this one."""
+    if "No module named 'rolecall" in str(error):
+        raise UserError(
+            "a machine of the Ray cluster has no rolecall, or another version of it: install the same on all machines"
+        ) from error
+
+
 def in_words(error: BaseException) -> str:
     """The last line of what Ray says, which names the cause."""
     if type(error).__name__ == "OutOfMemoryError":
