@@ -1,5 +1,6 @@
 """Rollouts at an address: copied whole, merged, thinned, cut, and read as from a directory."""
 
+import sys
 from dataclasses import replace
 
 import fsspec
@@ -178,6 +179,10 @@ def test_a_missing_package_is_named(monkeypatch):
     )
     with pytest.raises(StoreError, match=r"Install s3fs to access S3\): pip install 'rolecall\[store\]'"):
         Place("s3://bucket/x")
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(StoreError, match="pip install 'gcsfs'"):
+        Place("gs://bucket/x")
 
 
 def test_a_damaged_file_of_several_steps_is_named(run):

@@ -23,7 +23,7 @@ from typing import Any
 from rolecall.config.parts import EngineOptions
 from rolecall.config.use import KEY_VARIABLE, server_key
 from rolecall.errors import UserError
-from rolecall.workers.ray_cluster import check_resources, connected, in_words
+from rolecall.workers.ray_cluster import check_resources, connected, in_words, refuse_missing
 
 _PLACE_S = 60.0
 """How long Ray may take to find room that there is."""
@@ -113,6 +113,7 @@ class PlacedServers:
             self.urls: tuple[str, ...] = tuple(self._ray.get(waits))
         except self._ray.exceptions.RayError as error:
             self.close()
+            refuse_missing(error)
             raise UserError(f"Ray could not start the servers: {in_words(error)}", exit_code=1) from error
         except BaseException:
             self.close()
