@@ -50,6 +50,12 @@ def guess(base_url, key, row):
     return 0.0
 
 
+def guess_with_help(base_url, key, row):
+    """The same, with another conversation before it."""
+    said(base_url, key, [{"role": "system", "content": "You help."}, {"role": "user", "content": "how?"}])
+    return guess(base_url, key, row)
+
+
 # -- what programs do, by the row's `do` ---------------------------------------------------------------------------
 
 GO = [{"role": "user", "content": "go"}]
@@ -79,6 +85,25 @@ def never_calls(base_url, key, row):
 def raises(base_url, key, row):
     said(base_url, key, GO)
     raise RuntimeError("the sky fell")
+
+
+def runs_out_of_memory(base_url, key, row):
+    said(base_url, key, GO)
+    raise MemoryError
+
+
+def writes_its_own_result(base_url, key, row):
+    """Where its process says what came of it."""
+    said(base_url, key, GO)
+    os.write(3, json.dumps(row["writes"]).encode())
+    os._exit(0)
+
+
+def goes_on_for_ever(base_url, key, row):
+    """Ends with the error of a call that is refused, as most do."""
+    messages = list(GO)
+    while True:
+        messages += [said(base_url, key, messages), {"role": "user", "content": "and then?"}]
 
 
 def exits(base_url, key, row):

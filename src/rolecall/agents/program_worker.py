@@ -172,11 +172,9 @@ class _Programs:
             return
         _read(running)
         self._bury(at, reaped=True)
-        with suppress(ValueError):
-            said = json.loads(bytes(running.written))
-            if isinstance(said, dict):
-                self._send({**said, "at": at})
-                return
+        with suppress(ValueError, TypeError, LookupError, RecursionError):  # it may have written anything there itself
+            self._send({**_said(json.loads(bytes(running.written))), "at": at})
+            return
         code = os.waitstatus_to_exitcode(status)
         how = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"
         self._send({"at": at, "error": f"its process ended with {how}"})
@@ -192,6 +190,14 @@ class _Programs:
             with suppress(ChildProcessError):
                 os.waitpid(running.pid, 0)
         os.close(running.result)
+
+
+def _said(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What a program's process says of it, and nothing that would be about the worker."""
+    if "error" in found:
+        return {"error": str(found["error"]), "raised": True}
+    reward = found["reward"]
+    return {"reward": None if reward is None else float(reward), "result": dict(found["result"])}
 
 
 def _read(running: _Running) -> None:
