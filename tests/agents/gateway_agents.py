@@ -124,8 +124,12 @@ def leaves_processes(base_url, key, row):
     said(base_url, key, GO)
     left = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid]
     if not (pid := os.fork()):
+        os.setsid()
+        if os.fork():
+            os._exit(0)
         time.sleep(60)
-    return {"reward": 1.0, "left": [*left, pid]}
+    os.waitpid(pid, 0)
+    return {"reward": 1.0, "left": left}
 
 
 def words(base_url, key, row):

@@ -133,6 +133,7 @@ def test_what_a_program_starts_ends_with_it(programs):
         ({"temperature": 0.3}, "temperature is 0.3, but this run samples with 1: leave it out"),
         ({"top_p": 0.5}, "top_p is 0.5, but this run samples with 1"),
         ({"frequency_penalty": 1.0}, "frequency_penalty"),
+        ({"stop": ["so", ""]}, "stop has an empty text, which would end every answer"),
         ({"colour": "red"}, "colour is not a field of this request: leave it out"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
          "messages.0.content has a part of type 'image_url'; the policy reads text only"),
