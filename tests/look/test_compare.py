@@ -53,6 +53,14 @@ def test_runs_that_differ_in_their_seed_alone_are_a_mean_and_a_band(groups):
     assert (single.ys, single.low) == ([5.0, 5.0, 6.0], None)
 
 
+def test_a_side_has_the_same_place_and_colour_in_every_chart(groups):
+    (some,) = [group for group in groups if group.label == "b"]
+    less = {name: replace(run, steps=[{"step": 1, "entropy": 1.0}]) for name, run in some.runs}
+    main, rest = overlaid([replace(some, runs=list(less.items()), label="less"), *groups])
+    assert {tuple(s.label for s in chart.series) for chart in (*main, *rest)} == {("less", "a (2 seeds)", "b")}
+    assert {tuple(chart.series[0].ys) for chart in (*main, *rest) if chart.name == "reward"} == {(None, None, None)}
+
+
 def test_sides_whose_names_begin_alike_have_different_names(tmp_path):
     made = [seeded(tmp_path / f"rl-{i}", i % 2, [1.0], optim={"lr": 0.1 + i // 2}) for i in range(4)]
     assert [group.label for group in groups_of(read_runs(made))] == ["rl-0 and 1 more", "rl-2 and 1 more"]

@@ -47,10 +47,9 @@ def overlaid(groups: Sequence[Group], *, also_rest: bool = True) -> tuple[list[C
         chart = Chart(name=name, title=shown.title, about=shown.about, xs=[], series=[], sparse=True)
         if shown.main or also_rest:
             xs = _steps([lines[name].xs for runs in found for lines in runs if name in lines])
-            series = [
-                _mean(group.label, [_along(lines[name], xs) for lines in runs if name in lines])
+            series = [  # all groups, so that each has the same colour in every chart
+                _mean(group.label, [_along(lines[name], xs) for lines in runs if name in lines] or [[None] * len(xs)])
                 for group, runs in zip(groups, found, strict=True)
-                if any(name in lines for lines in runs)
             ]
             chart = replace(chart, xs=xs, series=series)
         (main if shown.main else rest).append(chart)
