@@ -5,8 +5,11 @@ import itertools
 import json
 import logging
 import os
+import platform
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from functools import partial, partialmethod
@@ -18,6 +21,8 @@ from forked_ranks import ended, processes, started
 from safetensors.torch import load_file
 
 from rolecall.cli import main
+from rolecall.jobs import models
+from rolecall.policy import sharding
 from rolecall.policy.load import load
 from rolecall.policy.sharded import whole
 
@@ -243,6 +248,51 @@ def offloading():
         return real(module, **how)
 
     sharding.fully_shard = watch
+
+
+def test_what_is_freed_goes_back_to_the_system_from_before_the_model_is_read(place, monkeypatch):
+    """Else every process would keep the room of the whole model, of which it holds a part."""
+    seen = []
+    monkeypatch.setattr(sharding, "give_back_memory", lambda: seen.append("given back"))
+    monkeypatch.setattr(models, "_open", lambda *_, **__: seen.append("read") or load("tiny"))
+    assert main([*CASES["sft"], "--out", "run", *SHARDED]) == 0
+    assert seen == ["given back", "read"]
+    seen.clear()
+    assert main([*CASES["sft"], "--out", "whole"]) == 0
+    assert seen == ["read"]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="how memory is given back is glibc's")
+def test_freed_blocks_of_any_size_go_back_to_the_system():
+    code = """
+import torch, ctypes
+from pathlib import Path
+from rolecall.policy.sharding import give_back_memory
+
+def held():
+    words = Path("/proc/self/status").read_text().split()
+    return int(words[words.index("VmRSS:") + 1]) // 1024
+
+def taken_and_freed():
+    before, kept = held(), []
+    for _ in range(400):  # 100 MB, with small blocks in between that stay
+        kept += [torch.ones(2**16), torch.ones(64)]
+    taken, kept[::2] = held() - before, [None] * 400
+    return taken, held() - before, kept
+
+del [torch.ones(2**22)][:]  # glibc now takes what is smaller than this from its heap
+for first in (True, False):
+    taken, left, kept = taken_and_freed()
+    print(taken, left)
+    if first:
+        ctypes.CDLL(None).malloc_trim(0)
+        give_back_memory()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, after = (tuple(map(int, line.split())) for line in done.stdout.splitlines())
+    assert before[0] > 90
+    assert before[1] > 90, "what this is for"
+    assert after[1] < before[1] / 2, "some lie in the holes of the first"
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,8 @@ def build_policy(
 
     def save_model(directory: Path | None) -> None:
         if is_sharded(module):
+            release = getattr(getattr(learner, "engine", None), "release", lambda: None)
+            release()  # nothing is sampled any more: room for a file's weights, which one process gathers
             export_parts(policy, directory)
         elif directory is not None:
             (export if has_adapter(policy) else save)(policy, directory)
