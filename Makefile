@@ -67,7 +67,7 @@ $(STAMPS)/browser: $(STAMPS)/venv
 setup: $(STAMPS)/dev  ## the environment in .venv
 
 test: $(STAMPS)/dev $(STAMPS)/browser  ## the default test suite
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMPS)/lessons  ## tests that take minutes or a downloaded model
 	$(BIN)/pytest -m slow --timeout=3000
@@ -83,7 +83,7 @@ test-envs: $(STAMPS)/envs $(STAMPS)/verifiers  ## environments of other packages
 	$(VERIFIERS)/bin/python -m pytest -m "slow or not slow" --timeout=600 tests/agents/test_verifiers.py
 
 test-plain: $(STAMPS)/dev  ## the tests of models, engines and updates with every fast path turned off
-	ROLECALL_FLAT=0 ROLECALL_KERNELS=0 $(BIN)/pytest -n 2 --dist loadfile tests/policy tests/rollout tests/agents tests/train tests/recipes
+	ROLECALL_FLAT=0 ROLECALL_KERNELS=0 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/policy tests/rollout tests/agents tests/train tests/recipes
 
 kernels: $(STAMPS)/dev  ## every C file compiled and tested for x86-64-v2, v3, v4 and this machine; for aarch64 emulated
 	@command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64 >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \

@@ -57,7 +57,7 @@ CASES = {
     ],
 }
 SHARDED = ("--train.shard", "fsdp2")
-SLOW = {*CASES} - {"ppo", "sft", "agents"}
+SLOW = {*CASES} - {"ppo", "agents"}
 """What differs from another case in little that sharding touches."""
 
 
@@ -196,7 +196,8 @@ def killed_in_save(number, delay):
     Parts._save = dying
 
 
-@pytest.mark.parametrize("tries", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tries", [1, 20])
 def test_a_sharded_run_that_is_killed_at_any_moment_ends_in_the_same_bytes(place, tries):
     """All ranks, at any moment and, every other time, while both write their parts."""
     rng, torn = random.Random(tries), 0
@@ -319,7 +320,7 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("case", ["ppo", *(pytest.param(c, marks=pytest.mark.slow) for c in TURNS if c != "ppo")])
+@pytest.mark.parametrize("case", ["rm", *(pytest.param(c, marks=pytest.mark.slow) for c in TURNS if c != "rm")])
 def test_a_run_may_be_sharded_or_not_from_one_resume_to_the_next(place, case):
     """In one process, where both are the same bit for bit."""
     command, how = TURNS[case][0], [*TURNS[case], "--optim.schedule", "constant"]
