@@ -164,7 +164,7 @@ def test_a_store_that_stays_away_ends_the_run_with_a_sentence(run, monkeypatch):
 @pytest.mark.parametrize(
     ("url", "sentence"),
     [
-        ("nowhere://x", "nowhere://x is no address that can be opened: Protocol not known: nowhere"),
+        ("nowhere://x", "nowhere://x is not an address that can be opened: Protocol not known: nowhere"),
         ("file:///proc/nothing", "cannot be written: .*; check the address, the network and your keys"),
     ],
 )

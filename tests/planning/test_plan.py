@@ -75,7 +75,7 @@ def test_models_that_the_formulas_do_not_cover_are_refused(tmp_path, capsys):
         ({**LLAMA, "num_attention_heads": 0}, "num_attention_heads is 0, not a number above 0"),
         ({**LLAMA, "vocab_size": "many"}, "vocab_size is 'many', not a number above 0"),
         ({**LLAMA, "hidden_size": 16}, "head_dim is 0, not a number above 0"),
-        ([1], "is no JSON object"),
+        ([1], "is not a JSON object"),
     ):
         place.write_text(json.dumps(config))
         assert main(["plan", str(place)]) == 2

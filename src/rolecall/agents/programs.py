@@ -64,6 +64,11 @@ class Returned:
     result: Mapping[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Raised(Failure):
+    """A program that ended by itself, with an error."""
+
+
 @dataclass(slots=True, eq=False)
 class _Job:
     """The episodes that a worker runs."""
@@ -209,10 +214,9 @@ def _note(
         return
     job.left.discard(at)
     if "error" in said:
-        ended(at, Failure(reason=str(said["error"])))
+        ended(at, (Raised if "raised" in said else Failure)(reason=str(said["error"])))
     else:
-        reward = said["reward"]
-        ended(at, Returned(reward=None if reward is None else float(reward), result=dict(said["result"])))
+        ended(at, Returned(reward=said["reward"], result=said["result"]))
 
 
 def _packed(source: str | Program, name: str) -> str | bytes | list[str]:
@@ -228,7 +232,7 @@ def _packed(source: str | Program, name: str) -> str | bytes | list[str]:
     try:
         words = shlex.split(source)
     except ValueError as error:
-        raise EnvError(f"{what} is no command: {error}") from error
+        raise EnvError(f"{what} is not a command: {error}") from error
     if not words or shutil.which(words[0]) is None:
         raise EnvError(
             f"{what} is neither file.py:function nor a command: there is no program {words[0] if words else ''!r} to start"
@@ -340,6 +344,10 @@ def _request(wanted: Wanted, drawn: Drawn, number: int, ids: tuple[int, ...], sa
 def _played(wanted: Wanted, session: Session, how: Returned | Failure, version: int) -> Played:
     transcript = session.transcript
     played = Played(wanted=wanted, sides={SOLO: transcript}, speaker=SOLO, counts=session.counts, version=version)
+    played.began = transcript.whys
+    if isinstance(how, Raised) and session.refused is not None and transcript.samples:
+        played.finish = session.refused  # most programs end with the error of the call that a limit refused
+        return played
     if isinstance(how, Failure):
         played.finish = Finish.ABORT if how.reason else Finish.TIMEOUT
         played.failure = how.reason or None

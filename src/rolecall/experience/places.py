@@ -39,7 +39,7 @@ class Place:
             )
             raise StoreError(f"{url} needs a package that is missing ({error}): pip install '{extra}'") from error
         except Exception as error:
-            raise StoreError(f"{url} is no address that can be opened: {_in_words(error)}") from error
+            raise StoreError(f"{url} is not an address that can be opened: {_in_words(error)}") from error
         self._path = path.rstrip("/")
 
     def __truediv__(self, name: str) -> "Place":

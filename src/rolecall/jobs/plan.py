@@ -162,7 +162,7 @@ def _config(model: str) -> dict[str, Any]:
             try:
                 return dict(json.loads(place.read_text()))
             except (ValueError, TypeError) as error:
-                raise UserError(f"{place} is no JSON object: give a model's config.json or directory") from error
+                raise UserError(f"{place} is not a JSON object: give a model's config.json or directory") from error
     if path.exists() or model.count("/") != 1:
         raise UserError(f"there is no config.json at {model}: give a model's directory, its config.json, or a hub id")
     from huggingface_hub import hf_hub_download

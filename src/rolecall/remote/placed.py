@@ -21,7 +21,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from rolecall.config.parts import EngineOptions
-from rolecall.config.use import KEY_VARIABLE
+from rolecall.config.use import KEY_VARIABLE, server_key
 from rolecall.errors import UserError
 from rolecall.workers.ray_cluster import check_resources, connected, in_words, refuse_missing
 
@@ -99,7 +99,7 @@ class PlacedServers:
     def __init__(self, model: str, options: EngineOptions, *, count: int) -> None:
         """Waits until all answer. `count` is this process's share of them."""
         needs = {"CPU": float(options.server_cpus), "GPU": options.server_gpus}
-        self.key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(24)
+        self.key = server_key() or secrets.token_urlsafe(24)
         self._ray, self._own = connected(cpus=count * options.server_cpus)
         self._group: Any = None
         self._hosts: list[Any] = []
