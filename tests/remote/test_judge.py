@@ -18,11 +18,6 @@ from rolecall.serving.app import App
 from rolecall.serving.http import HttpError
 
 
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
-
-
 class Verdicts(App):
     """Gives a judge's reply by what it reads: the number of vowels in the answer that stands in brackets."""
 

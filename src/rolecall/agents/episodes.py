@@ -38,11 +38,9 @@ class EnvOnly:
     names: tuple[str, ...] = ()
 
     def score(self, samples: Sequence[Sample], *, state: Mapping[str, Any] | None = None) -> list[Scored]:
-        """Nothing to add."""
         return [Scored(scores={}, total=None) for _ in samples]
 
     def take_metrics(self) -> dict[str, float]:
-        """Nothing to tell."""
         return {}
 
 
@@ -78,7 +76,6 @@ class Arena:
 
     @property
     def players(self) -> tuple[str, ...]:
-        """Who plays."""
         return self.player.players
 
     def play(
@@ -241,7 +238,6 @@ class Episodes(RowsCollector):
         return super().state_dict() | lessons
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         super().load_state_dict(state)
         if self.lessons is not None:
             self.lessons.pool.load_state_dict(state.get("lessons"))

@@ -114,7 +114,6 @@ class Gateway:
         return self._loop.is_closed()
 
     def close(self) -> None:
-        """Stop listening."""
         if self.closed:
             return
         self._do(self._stop())

@@ -233,7 +233,7 @@ def _packed(source: str | Program, name: str) -> str | bytes | list[str]:
     try:
         words = shlex.split(source)
     except ValueError as error:
-        raise EnvError(f"{what} is no command: {error}") from error
+        raise EnvError(f"{what} is not a command: {error}") from error
     if not words or shutil.which(words[0]) is None:
         raise EnvError(
             f"{what} is neither file.py:function nor a command: there is no program {words[0] if words else ''!r} to start"

@@ -61,7 +61,6 @@ class InOrder(Reward):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """As the reward's."""
         return self.reward.names
 
     @contextmanager
@@ -89,7 +88,6 @@ class InOrder(Reward):
             yield _InTurn(self, lambda: stack.enter_context(scorer(self.reward, state)))
 
     def take_metrics(self) -> dict[str, float]:
-        """Of the step."""
         self.enter()
         found: dict[str, float] = getattr(self.reward, "take_metrics", dict)()
         return found

@@ -77,7 +77,6 @@ class Judge:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its one name."""
         return (self.name,)
 
     def check_columns(self, columns: Iterable[str]) -> None:
@@ -88,7 +87,6 @@ class Judge:
                 raise RewardError(no_column(self.name, name, there))
 
     def score(self, samples: Sequence[Sample], *, state: Mapping[str, Any] | None = None) -> list[Scored]:
-        """One result per sample, in order."""
         with self.scoring(state or {}) as asked:
             asked.add(dict(enumerate(samples)))
             return asked.finish()
@@ -150,7 +148,6 @@ class Judge:
         return {f"rewards/{self.name}/failed": float(failed)}
 
     def close(self) -> None:
-        """Give up the connections."""
         self.server.close()
 
 

@@ -27,7 +27,6 @@ class JoinedReward:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those of all, in order."""
         return tuple(name for reward in self.rewards for name in reward.names)
 
     def check_columns(self, columns: Iterable[str]) -> None:
@@ -37,7 +36,6 @@ class JoinedReward:
             getattr(reward, "check_columns", lambda columns: None)(there)
 
     def score(self, samples: Sequence[Sample], *, state: Mapping[str, Any] | None = None) -> list[Scored]:
-        """One result per sample, in order."""
         each = [reward.score(samples, state=state) for reward in self.rewards]
         return [_together(parts) for parts in zip(*each, strict=True)]
 
@@ -48,7 +46,6 @@ class JoinedReward:
             yield _Joined([stack.enter_context(scorer(reward, state)) for reward in self.rewards])
 
     def take_metrics(self) -> dict[str, float]:
-        """Those of all."""
         return {name: value for reward in self.rewards for name, value in reward.take_metrics().items()}
 
 
