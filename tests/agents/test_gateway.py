@@ -3,6 +3,7 @@
 import http.client
 import shlex
 import socket
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -313,10 +314,12 @@ def test_any_program_plays_with_the_row_on_stdin_and_the_address_in_the_environm
         ("nowhere.py:run", "there is no file"),
     ],
 )
-def test_what_is_no_program_is_said_at_the_start(name, words):
+def test_what_is_no_program_is_said_at_the_start(name, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(EnvError) as caught:
         Programs(name, AgentOptions(workers=1))
     assert words in str(caught.value)
+    assert not list(tmp_path.glob("rolecall-gateway-*"))
 
 
 def listening(port):

@@ -86,13 +86,14 @@ class Programs(WorkerPool):
 
     def __init__(self, source: str | Program, options: AgentOptions) -> None:
         name = source if isinstance(source, str) else source.name
+        packed = _packed(source, name)
         self.options = options
         self._directory = Path(tempfile.mkdtemp(prefix="rolecall-gateway-"))
         self.socket = self._directory / "socket"
         self.gateway: Gateway | None = None
         super().__init__(
             "rolecall.agents.program_worker",
-            [{"name": name, "source": _packed(source, name), "socket": str(self.socket)}] * options.workers,
+            [{"name": name, "source": packed, "socket": str(self.socket)}] * options.workers,
             what=f"agent {name}",
             error=EnvError,
             deadline_s=_SILENCE_S,
