@@ -74,11 +74,8 @@ def apart(one, other):
 @pytest.mark.parametrize(
     ("case", "ways", "before", "band"),
     [
-        *(
-            # Quick ones of grpo and of fp32 are in test_ranks_alike.py and test_sharded.py.
-            pytest.param(c, WAYS, in_float64, 1e-12, id=f"{c}, float64", marks=[pytest.mark.slow] * (c == "grpo"))
-            for c in CASES
-        ),
+        *(pytest.param(case, WAYS, in_float64, 1e-12, id=f"{case}, float64") for case in CASES),
+        pytest.param("sft", [(2, "fsdp2")], nothing, 1e-5, id="sft, fp32"),  # the others are slow
         *(pytest.param(c, MORE, in_float64, 1e-12, id=f"{c}, float64, 4", marks=pytest.mark.slow) for c in CASES),
         *(pytest.param(c, WAYS + MORE, nothing, 1e-5, id=f"{c}, fp32, 2 and 4", marks=pytest.mark.slow) for c in CASES),
     ],

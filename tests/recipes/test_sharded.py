@@ -196,8 +196,7 @@ def killed_in_save(number, delay):
     Parts._save = dying
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tries", [1, 20])
+@pytest.mark.parametrize("tries", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_sharded_run_that_is_killed_at_any_moment_ends_in_the_same_bytes(place, tries):
     """All ranks, at any moment and, every other time, while both write their parts."""
     rng, torn = random.Random(tries), 0
