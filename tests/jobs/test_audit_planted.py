@@ -318,7 +318,7 @@ def test_a_fresh_model_is_warned_of_but_no_error():
     found = audit(model="tiny")
     assert not found.errors
     assert {"groups", "round-trip", "truncation"} <= {f.check for f in found.warnings}
-    assert "bytes that are no character" in found["round-trip"].summary
+    assert "bytes that are not a character" in found["round-trip"].summary
 
 
 # -- demonstrations -----------------------------------------------------------------------------------------------------
