@@ -93,7 +93,9 @@ def test_parts_are_divided_among_processes_only_when_sharded(directory, monkeypa
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert "weights 0.5 GB, gradients 0.5 GB, optimiser 1.1 GB" in lines(of(SFTOptions, directory))
     sharded = lines(of(SFTOptions, directory, train={"shard": "fsdp2"}))
-    assert "weights 0.1 GB, gradients 0.1 GB, optimiser 0.3 GB, gathered layers 28 MB" in sharded
+    assert "weights 0.1 GB, gradients 0.1 GB, optimiser 0.3 GB, gathered layers 0.3 GB" in sharded
+    adapter = lines(of(SFTOptions, directory, train={"shard": "fsdp2"}, policy={"lora_rank": 8}))
+    assert "gathered layers 0.1 GB" in adapter, "two layers of 14 MB; 113 MB of embedding, without a gradient"
 
 
 def test_a_reward_model_is_a_part_too_and_whole_if_it_scores_beside_training(directory, monkeypatch):

@@ -160,7 +160,7 @@ def test_training_goes_on_with_an_adapter_of_the_same_rank(adapter, caplog):
     caplog.set_level(logging.INFO, logger="rolecall")
     directory, _, together = adapter
     policy = open_policy(str(directory), options(lora_rank=4))
-    assert "goes on with the adapter" in caplog.text
+    assert "continues with the adapter" in caplog.text
     assert torch.equal(logits(policy.model), together)
     trains = [name for name, p in policy.model.named_parameters() if p.requires_grad]
     assert trains
