@@ -27,7 +27,8 @@ TORCHRUN = [
     "torch.distributed.run",
     "--nproc_per_node",
     "2",
-    "--standalone",
+    "--master_port",
+    "29617",
     "-m",
     "rolecall",
     *RL,
@@ -65,7 +66,7 @@ def test_ranks_that_ray_places_end_in_the_bytes_of_torchrun_also_after_one_was_k
     while time.monotonic() < end and not list(place.glob("ray/checkpoints/step-000001/manifest.json")):
         assert cut.poll() is None, cut.communicate()[0].decode()
         time.sleep(0.02)
-    os.kill(rank_process(1, place), signal.SIGKILL)
+    os.kill(rank_process(1, "ray"), signal.SIGKILL)
     said, _ = cut.communicate(timeout=300)
     assert cut.returncode == 75, said.decode()
     done(RAY, place, "--steps", "3", "--out", "ray", "--resume")
@@ -73,15 +74,14 @@ def test_ranks_that_ray_places_end_in_the_bytes_of_torchrun_also_after_one_was_k
     assert json.loads((place / "ray" / "run.json").read_text())
 
 
-def rank_process(rank, place):
-    """The process of a rank that works in this directory."""
+def rank_process(rank, out):
+    """The process of a rank of the run with this directory."""
     for entry in Path("/proc").iterdir():
         try:
             words, env = (entry / "cmdline").read_bytes().split(b"\0"), (entry / "environ").read_bytes().split(b"\0")
-            works_in = (entry / "cwd").readlink()
         except OSError:
             continue
-        if b"rolecall" in words and works_in == place and f"RANK={rank}".encode() in env:
+        if b"rolecall" in words and out.encode() in words and f"RANK={rank}".encode() in env:
             return int(entry.name)
     raise AssertionError("there is no such rank")
 
