@@ -86,7 +86,7 @@ def test_a_plan_lists_the_parts(directory):
     assert "reference 0.5 GB" in lines(of(DPOOptions, directory))
     critic = lines(of(RLOptions, directory, algorithm={"name": "ppo", "critic": "separate", "kl_coef": 0.1}))
     assert "weights 1.1 GB, gradients 1.1 GB, optimiser 2.2 GB, reference 0.5 GB" in critic
-    assert critic.endswith("beside 0.5 GB of the sampler's weights")
+    assert critic.endswith("plus 0.5 GB of the sampler's weights")
 
 
 def test_parts_are_divided_among_processes_only_when_sharded(directory, monkeypatch):

@@ -68,7 +68,7 @@ def memory_line(options: Any, *, reference: bool = False, critic: bool = False, 
     said = ", ".join(f"{name} {_shown(held)}" for name, held in parts.items())
     whole = f"memory of each process, about: {said}; {_shown(sum(parts.values()))} in all"
     copy = shape.parameters * _BYTES[options.engine.dtype or options.policy.dtype] if sampler else 0
-    return whole + (f", beside {_shown(copy)} of the sampler's weights" if sampler else "")
+    return whole + (f", plus {_shown(copy)} of the sampler's weights" if sampler else "")
 
 
 def _parts(options: Any, shape: Shape, *, reference: bool, critic: bool) -> dict[str, float]:
