@@ -101,7 +101,7 @@ PLANS = {
             "eval": {"every": 50, "stop_at": 0.085},
         },
         rl={
-            "steps": 100,
+            "steps": 200,
             "prompts": 8,
             "sampling": {"max_new_tokens": 24},
             "optim": {"lr": 3e-4, "warmup_steps": 3, "schedule": "cosine"},
