@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import calculator_rows
 import textworld_games
 import torch
 
@@ -45,7 +46,8 @@ class Plan:
     env: str | None = None
     """The environment, where the task's name is not that of a built-in one; its rows are files then."""
     rows_of: Callable[[Path, int], tuple[str, str]] | None = None
-    """Writes these files for a seed into a directory: demonstrations, and rows to train on."""
+    """Writes these files for a seed into a directory: demonstrations, and rows to train on; for a built-in task, demonstrations to
+    evaluate the start on."""
 
 
 def played(task: str, room: int) -> Callable[[Path], dict[str, float]]:
@@ -92,7 +94,12 @@ COMMON = {
 RIGHT = {"greedy": ".1%", "sampled": ".1%"}
 PLANS = {
     "calculator": Plan(
-        sft={"steps": 2500},
+        sft={
+            "steps": 2500,
+            "batch": 64,
+            "optim": {"lr": 3e-3, "warmup_steps": 100, "beta2": 0.98},
+            "eval": {"every": 50, "stop_at": 0.085},
+        },
         rl={
             "steps": 200,
             "prompts": 8,
@@ -102,16 +109,17 @@ PLANS = {
         },
         measure=played("calculator", 24),
         rows=RIGHT,
+        rows_of=lambda place, seed: calculator_rows.write(place / "calculator"),
         counts=("agents/tool_calls",),
     ),
     "guessing": Plan(
-        sft={"steps": 600},
+        sft={"steps": 600, "optim": {"lr": 2e-3}},
         rl={"steps": 30, "prompts": 16, "sampling": {"max_new_tokens": 4}, "optim": {"lr": 2e-4, "warmup_steps": 3}},
         measure=played("guessing", 4),
         rows=RIGHT,
     ),
     "kuhn": Plan(
-        sft={"steps": 250},
+        sft={"steps": 250, "optim": {"lr": 2e-3}},
         rl={
             "steps": 40,
             "prompts": 18,
@@ -124,7 +132,7 @@ PLANS = {
         counts=("agents/illegal_moves",),
     ),
     "textworld": Plan(
-        sft={"steps": 150},
+        sft={"steps": 150, "optim": {"lr": 2e-3}},
         rl={
             "steps": 25,
             "prompts": 8,
@@ -152,9 +160,12 @@ def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def settings_of(task: str, files: tuple[str, str]) -> dict[str, dict[str, Any]]:
     """All settings of both runs of a task, by their dotted names. `files` are the rows where the task is not built in."""
     plan = PLANS[task]
-    demonstrations, rows = (task, {}) if plan.env is None else (files[0], {"rows": files[1]})
+    rows = {} if plan.env is None else {"rows": files[1]}
+    demonstrations = {"rows": files[0] if plan.rows_of else task}
+    if plan.rows_of and plan.env is None:
+        demonstrations["eval.data"] = files[1]
     return {
-        "sft": {"model": "tiny", "rows": demonstrations, **flat(plan.sft), "optim.lr": 2e-3},
+        "sft": {"model": "tiny", **demonstrations, **flat(plan.sft)},
         "rl": {"env": plan.env or task, **rows, **flat(COMMON), **flat(plan.rl)},
     }
 
@@ -215,9 +226,10 @@ NAMES = {
 def commands(task: str) -> list[str]:
     """What was run, for one to type."""
     plan, lines = PLANS[task], []
-    settings = settings_of(task, ("games/demonstrations.jsonl", "games/games.jsonl"))
-    if plan.env is not None:
-        lines.append("python benchmarks/textworld_games.py games")
+    script, second = ("textworld_games", "games") if plan.env else ("calculator_rows", "calls")
+    settings = settings_of(task, ("rows/demonstrations.jsonl", f"rows/{second}.jsonl"))
+    if plan.rows_of is not None:
+        lines.append(f"python benchmarks/{script}.py rows")
     settings["sft"]["out"], settings["rl"]["out"] = f"runs/{task}-start", f"runs/{task}"
     settings["rl"] = {"model": f"runs/{task}-start", **settings["rl"]}
     for job, held in settings.items():
@@ -251,7 +263,7 @@ def page_of(place: Path, seeds: int, before: str) -> str:
         "# Results: agents",
         "",
         "Written by `python benchmarks/results_agents.py`, from the runs it makes: CPU, one thread, float32. Numbers are mean",
-        f"[lowest, highest] over seeds. Shares are of {HELD_OUT} held-out rows, which each model plays once greedily and {SAMPLES} times at",
+        f"[lowest, highest] over seeds. Shares are of {HELD_OUT} held-out rows ({textworld_games.HELD_OUT} games of TextWorld), which each model plays once greedily and {SAMPLES} times at",
         f"temperature 1; numbers of training are means over the first and the last {LOOKED} steps. Times are processor time of one run.",
         "[agents.md](agents.md) says what the tasks are and how the settings were found.",
         "",

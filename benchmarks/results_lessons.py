@@ -1,6 +1,6 @@
 """What lessons, step credit and self-made tasks bring in `guessing`, one by one and together, at equal samples.
 
-    python benchmarks/results_lessons.py [--seeds 3] [--place runs/results-lessons] [--page docs/results-lessons.md]
+    python benchmarks/results_lessons.py [--seeds 3] [--only "step credit"] [--place runs/results-lessons] [--page docs/results-lessons.md]
 
 The start has learned by demonstrations to guess, mostly by counting up, and to follow advice: to begin with the number that a lesson
 names. A model of this size writes no lessons, judgements or tasks, so functions do: the first guess of an attempt that did better
@@ -131,8 +131,9 @@ def last_of(run: Path, name: str) -> float | None:
     return sum(held) / len(held) if held else None
 
 
-def page_of(place: Path, seeds: int) -> str:
-    """The page, from the runs that are there."""
+def page_of(place: Path, seeds: int, before: str) -> str:
+    """The page, from the runs that are there; of arms without as many, what the page said before."""
+    said = {line.split(" | ")[0].removeprefix("| "): line for line in before.splitlines() if line.startswith("| ")}
     lines = [
         "# Results: lessons",
         "",
@@ -149,6 +150,9 @@ def page_of(place: Path, seeds: int) -> str:
         runs = [
             run for seed in range(seeds) if (run := place / f"{slug(arm)}-{seed}").joinpath("measured.json").is_file()
         ]
+        if len(runs) < int(said.get(arm, "0 |").split(" |")[-2].split()[-1]):
+            lines.append(said[arm])
+            continue
         if not runs:
             continue
         cells = [spread([measured(run)[name] for run in runs], ".1%") for name in ("sampled", "greedy")]
@@ -168,6 +172,7 @@ def main() -> None:
     """Make what is missing and write the page after every run. What the page says after its table is kept."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", default="", help="make the arms with this in their name alone")
     parser.add_argument("--place", type=Path, default=Path("runs/results-lessons"))
     parser.add_argument("--page", type=Path, default=Path("docs/results-lessons.md"))
     given = parser.parse_args()
@@ -175,14 +180,15 @@ def main() -> None:
     start = given.place / "start-0"
     made(start, rolecall.sft, {"model": "tiny", "rows": demonstrations(0), "steps": 300, "optim.lr": 2e-3}, measure)
     for seed in range(given.seeds):
-        for arm, more in ARMS.items():
+        for arm, more in [(arm, more) for arm, more in ARMS.items() if given.only in arm]:
             lessons = {"lessons.by": first_guess, "lessons.top": 1} if "lessons.share" in more else {}
             rows = {"rows": self_made(given.place, start, seed)} if "rows" in more else {}
             settings = {**RL, **more, **lessons, **rows, "model": str(start), "seed": seed}
             made(given.place / f"{slug(arm)}-{seed}", rolecall.rl, settings, measure)
             print(arm, seed, measured(given.place / f"{slug(arm)}-{seed}"), flush=True)
-        kept = given.page.read_text().partition("\n## ")[1:] if given.page.is_file() else ("", "")
-        given.page.write_text(page_of(given.place, given.seeds) + "".join(kept))
+        page = given.page.read_text() if given.page.is_file() else ""
+        table, *kept = page.partition("\n## ")
+        given.page.write_text(page_of(given.place, given.seeds, table) + "".join(kept))
 
 
 if __name__ == "__main__":

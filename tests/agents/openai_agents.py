@@ -5,8 +5,13 @@ import json
 import openai
 
 
+def _number(text):
+    text = text.strip()
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else None
+
+
 def _reply(row, text):
-    number = int(text) if text.isdigit() else None
+    number = _number(text)
     return "a number" if number is None else "higher" if number < row["secret"] else "lower"
 
 
@@ -21,7 +26,7 @@ def sync(base_url, key, row):
         answer = client.chat.completions.create(model="gpt-any", messages=messages, logprobs=True, max_tokens=9)
         choice = answer.choices[0]
         assert len(choice.logprobs.content) == answer.usage.completion_tokens
-        if choice.message.content == str(row["secret"]):
+        if _number(choice.message.content) == row["secret"]:
             return {"reward": 1.0, "finish": choice.finish_reason}
         messages += [choice.message, {"role": "user", "content": _reply(row, choice.message.content)}]
     return 0.0

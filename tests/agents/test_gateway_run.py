@@ -27,12 +27,20 @@ def rollouts(out):
     return [{name: value for name, value in row.items() if name != "details"} for table in tables for row in table]
 
 
-@pytest.mark.parametrize("ahead", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_an_agent_through_the_gateway_trains_what_it_trains_as_an_environment(tmp_path, ahead):
-    """Also one that plays ahead of training, with evaluations in between."""
+@pytest.mark.parametrize(
+    ("agent", "ahead"),
+    [
+        (gateway_agents.guess, 0),
+        pytest.param(gateway_agents.guess, 1, marks=pytest.mark.slow),
+        pytest.param(f"{FILE.with_name('openai_agents.py')}:sync", 0, marks=pytest.mark.slow),
+    ],
+    ids=["urllib", "urllib-ahead", "openai"],
+)
+def test_an_agent_through_the_gateway_trains_what_it_trains_as_an_environment(tmp_path, agent, ahead):
+    """Also with OpenAI's client, and one that plays ahead of training, with evaluations in between."""
     more = {"ahead": ahead, "eval.every": ahead, "eval.rows": 2, "steps": 3}
     rolecall.rl(**RUN, **more, env="guessing", out=str(tmp_path / "env"))
-    rolecall.rl(**RUN, **more, agent=gateway_agents.guess, out=str(tmp_path / "agent"))
+    rolecall.rl(**RUN, **more, agent=agent, out=str(tmp_path / "agent"))
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("env", "agent")]
     assert weights[0] == weights[1]
     ours, theirs = rollouts(tmp_path / "env"), rollouts(tmp_path / "agent")
