@@ -345,7 +345,7 @@ def test_a_server_that_was_restarted_with_old_weights_gets_the_new_ones(caplog):
     request = Request(prompt_ids=(80, 81), sampling=Sampling(max_new_tokens=8, stop_ids=()))
     with vllm("tiny") as first:
         port = int(first.rpartition(":")[2])
-        engine = engine_on(first, policy, worker_silence=30.0)
+        engine = engine_on(first, policy, worker_silence=120.0)
         sampling = engine.__enter__()
         expected = sampling.generate([request])
     try:
