@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMPS := $(VENV)/.stamps
+VERIFIERS := .venv-verifiers
+VERIFIERS_PIP := $(VERIFIERS)/bin/python -m pip install --disable-pip-version-check --quiet -c $(VERIFIERS)/constraints.txt
 
 AGAINST ?= HEAD~1
 
@@ -39,6 +41,14 @@ $(STAMPS)/envs: $(STAMPS)/dev
 	$(PIP) -e '.[openenv,verifiers,textworld]' langgraph langchain-openai
 	@touch $@
 
+# The newest verifiers that has `load_environment` installs beside everything but mcp 2: in an environment of its own.
+$(STAMPS)/verifiers: $(STAMPS)/venv pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VERIFIERS)
+	@grep -vE '^(mcp|verifiers)==' constraints.txt > $(VERIFIERS)/constraints.txt
+	$(VERIFIERS_PIP) torch
+	$(VERIFIERS_PIP) -e '.[verifiers]' 'verifiers>=0.3' beartype hypothesis pytest pytest-timeout
+	@touch $@
+
 $(STAMPS)/site: $(STAMPS)/dev
 	$(PIP) -e '.[site]'
 	@touch $@
@@ -57,7 +67,7 @@ $(STAMPS)/browser: $(STAMPS)/venv
 setup: $(STAMPS)/dev  ## the environment in .venv
 
 test: $(STAMPS)/dev $(STAMPS)/browser  ## the default test suite
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMPS)/lessons  ## tests that take minutes or a downloaded model
 	$(BIN)/pytest -m slow --timeout=3000
@@ -68,11 +78,12 @@ test-vllm: $(STAMPS)/dev  ## rollouts through a real vLLM server, in an environm
 test-cluster: $(STAMPS)/ray  ## Ray actors on a cluster of three machines that Ray fakes here, and rollouts in a bucket of a local S3 server
 	$(BIN)/pytest -m slow --timeout=1200 tests/cluster
 
-test-envs: $(STAMPS)/envs  ## environments of other packages, for real: OpenEnv, verifiers, TextWorld, LangGraph
+test-envs: $(STAMPS)/envs $(STAMPS)/verifiers  ## environments of other packages, for real: OpenEnv, verifiers (the oldest and the newest), TextWorld, LangGraph
 	$(BIN)/pytest -m slow --timeout=600 tests/agents
+	$(VERIFIERS)/bin/python -m pytest -m "slow or not slow" --timeout=600 tests/agents/test_verifiers.py
 
 test-plain: $(STAMPS)/dev  ## the tests of models, engines and updates with every fast path turned off
-	ROLECALL_FLAT=0 ROLECALL_KERNELS=0 $(BIN)/pytest -n 2 --dist loadfile tests/policy tests/rollout tests/agents tests/train tests/recipes
+	ROLECALL_FLAT=0 ROLECALL_KERNELS=0 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/policy tests/rollout tests/agents tests/train tests/recipes
 
 kernels: $(STAMPS)/dev  ## every C file compiled and tested for x86-64-v2, v3, v4 and this machine; for aarch64 emulated
 	@command -v aarch64-linux-gnu-gcc >/dev/null && command -v qemu-aarch64 >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \

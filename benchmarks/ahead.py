@@ -1,15 +1,17 @@
 """What sampling ahead of training is worth where sampling waits for something else than this machine's cores.
 
-    python benchmarks/ahead.py [--steps 12] [--rounds 3] [--kind answers|episodes|environments] [--workers 0]
+    python benchmarks/ahead.py [--steps 12] [--rounds 3] [--kind answers|episodes|environments|busy] [--workers 0] [--page]
 
 A GPU, a server or an environment elsewhere costs this machine no work: it is stood for by an engine (`answers`, `episodes`) or
 by environments (`environments`) that wait, so that sampling a step takes as long as the update does, most of it asleep. The
-built-in model, one thread; `--workers` as engine.workers. Runs with async.ahead 0, 1 and 2 take turns, and each is compared with
-the 0 of its round: seconds per step and of its parts, and how many times as fast as 0 that is.
+built-in model, one thread; `--workers` as engine.workers. With `busy` nothing waits, and sampling and training both use all cores. Runs with async.ahead 0, 1 and 2 take turns, and each is compared with
+the 0 of its round: seconds per step and of its parts, and how many times as fast as 0 that is. `--page` puts every round into
+docs/cluster.md.
 """
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from in_page import put
 
 import rolecall
 from rolecall.jobs import models
@@ -34,9 +37,10 @@ ENVIRONMENTS: dict[str, Any] = {
     "prompts": 8, "samples": 4, "sampling.max_new_tokens": 4, "agent.max_turns": 2, "agent.workers": 4,
     "algorithm.epochs": 12,
 }  # fmt: skip
-
-
-KINDS = {"answers": ANSWERS, "episodes": EPISODES, "environments": ENVIRONMENTS}
+BUSY: dict[str, Any] = {
+    "rows": "addition", "prompts": 16, "samples": 8, "sampling.max_new_tokens": 64, "algorithm.epochs": 1,
+}  # fmt: skip
+KINDS = {"answers": ANSWERS, "episodes": EPISODES, "environments": ENVIRONMENTS, "busy": BUSY}
 
 Play = Callable[[int], dict[str, float]]
 """Steps ahead -> median seconds of a step and of its parts."""
@@ -143,16 +147,24 @@ def waiting_environments(kind: dict[str, Any], *, steps: int) -> tuple[str, Play
     return said, lambda ahead: play(wait, ahead, steps)
 
 
+def nothing_waits(kind: dict[str, Any], *, steps: int) -> tuple[str, Play]:
+    """An engine and an update that use all cores."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    said = f"nothing waits, and both use {torch.get_num_threads()} cores"
+    return said, lambda ahead: timed(reward=letters, ahead=ahead, steps=steps, **kind)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--kind", choices=list(KINDS), default="answers")
+    parser.add_argument("--page", action="store_true", help="put the figures into docs/cluster.md")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     kind = KINDS[chosen.kind] | {"engine.workers": chosen.workers}
-    prepare = waiting_environments if chosen.kind == "environments" else waiting_engine
+    prepare = {"environments": waiting_environments, "busy": nothing_waits}.get(chosen.kind, waiting_engine)
     said, play = prepare(kind, steps=chosen.steps)
     print(f"{chosen.kind}: {said}", flush=True)
     took: dict[int, list[dict[str, float]]] = {0: [], 1: [], 2: []}
@@ -162,10 +174,37 @@ def main() -> None:
             parts = ", ".join(f"{name} {found[-1][name]:.3f}" for name in ("generate", "score", "update"))
             ratio = took[0][number]["step_time"] / found[-1]["step_time"]
             print(f"async.ahead {ahead}: {found[-1]['step_time']:.3f} s per step ({parts}), {ratio:.2f} x", flush=True)
+    lines = []
     for ahead in (1, 2):
         ratios = sorted(a["step_time"] / b["step_time"] for a, b in zip(took[0], took[ahead], strict=True))
         middle = statistics.median(ratios)
-        print(f"async.ahead {ahead}: {middle:.2f} x, the middle of {len(ratios)} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+        lines.append(
+            f"async.ahead {ahead}: {middle:.2f} x, the middle of {len(ratios)} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        )
+        print(lines[-1])
+    if chosen.page:
+        words = (
+            f"--kind {chosen.kind} --workers {chosen.workers} --steps {chosen.steps} --rounds {chosen.rounds} --page"
+        )
+        head = f"`python benchmarks/ahead.py {words}`, {time.strftime('%Y-%m-%d')}: {said}. {'; '.join(lines)}."
+        put("cluster.md", f"ahead-{chosen.kind}", f"{head}\n\n{table(took)}")
+
+
+def table(took: dict[int, list[dict[str, float]]]) -> str:
+    """Every round, by steps ahead."""
+    rows = [
+        "| round | async.ahead | a step | sampling | scoring and update | times as fast |",
+        "|---|---|---|---|---|---|",
+    ]
+    for number, whole in enumerate(took[0]):
+        for ahead, found in took.items():
+            one = found[number]
+            trained = one["score"] + one["update"]
+            rows.append(
+                f"| {number + 1} | {ahead} | {one['step_time']:.2f} s | {one['generate']:.2f} s | {trained:.2f} s | "
+                f"{whole['step_time'] / one['step_time']:.2f} |"
+            )
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ Checks and thresholds were set on even seeds and are reported on odd ones:
 - Seeds from {unseen} on were first looked at by the run of the script that wrote this page; nothing was changed after it. Their column is
   the one to judge by.
 - The settings to try were made stronger where the first choice did nothing (KL coefficients of 1, not 0.1; replay of age 1), with
-  trials at seed 0. What a setting did is told of one run each, at seed {treated}, at which all faults were found.
+  trials at seed 0. What a setting did is from one run each, at seed {treated}, at which all faults were found.
 """
 
 LIMITS = """## What these numbers are not

@@ -1,11 +1,12 @@
 """What a pool of workers costs beside the work itself: local processes, and actors of Ray.
 
-    python benchmarks/pool.py [--prompts 8] [--samples 8] [--tokens 64] [--steps 5] [--tiny]
+    python benchmarks/pool.py [--prompts 8] [--samples 8] [--tokens 64] [--steps 5] [--tiny] [--page]
 
 A step of SmolLM2-135M: weights are published, every prompt is answered, and one update trains on the answers. The same step is made
 with an engine in this process, which answers each prompt by itself as a worker does; whatever a pool takes more is its overhead. They take
 turns, so that a machine that changes its speed changes it for all; what is printed is the middle of all turns. Seconds are those of
-processors, of this process and all it has started (Ray's own processes are counted for the whole step), and those of the clock. One thread each.
+processors, of this process and all it has started (Ray's own processes are counted for the whole step), and those of the clock. One
+thread each. `--page` puts the figures into docs/cluster.md.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from typing import Any
 
 import psutil
 import torch
+from in_page import put
 
 from rolecall.config.parts import EngineOptions
 from rolecall.policy.load import LoadedModel, load
@@ -69,6 +71,7 @@ def main() -> None:
     for name, default in (("prompts", 8), ("samples", 8), ("tokens", 64), ("steps", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--tiny", action="store_true", help="the built-in model, to try the script")
+    parser.add_argument("--page", action="store_true", help="put the figures into docs/cluster.md")
     given = parser.parse_args()
     torch.set_num_threads(1)
     model = "tiny"
@@ -101,21 +104,31 @@ def main() -> None:
             found[name].append(measured(partial(step, engine, loaded, asked, version, one_by_one=name == HERE)))
         found["update"].append(measured(partial(update, loaded, answers[0], asked)))
     whole = [sum(pair) for pair in zip(*(middle(found[name]) for name in (HERE, "update")), strict=True)]
-    print(
-        f"a step with an {HERE}: {whole[0]:.2f} s of processors, {whole[1]:.2f} s by the clock; Ray's own processes take {idle:.1%} of a processor"
-    )
+    lines = [
+        f"A step with an {HERE}: {whole[0]:.2f} s of processors, {whole[1]:.2f} s by the clock. Ray's own processes take {idle:.1%} of a processor.",
+        "",
+    ]
     for name, engine in engines.items():
         more = [(a[0] - b[0], a[1] - b[1]) for a, b in zip(found[name], found[HERE], strict=True)]
         shares = [100 * seconds / all_of_it for seconds, all_of_it in zip(middle(more), whole, strict=True)]
         seconds = middle(found[name])
         if name == RAY:  # its processes work whoever's turn it is: they are counted for the whole step
             shares[0] += 100 * idle * whole[1] / whole[0]
-        print(
-            f"{name}: {seconds[0]:.2f} s of processors to publish and sample, {seconds[1]:.2f} s by the clock: {shares[0]:+.1f} % and "
-            f"{shares[1]:+.1f} % of a step",
-            flush=True,
-        )
+        if name != HERE:
+            each = ", ".join(f"{a:+.2f} and {b:+.2f}" for a, b in more)
+            lines.append(
+                f"- {name}: {shares[0]:+.1f} % of a step's seconds of processors, {shares[1]:+.1f} % by the clock. To publish and sample it "
+                f"takes {seconds[0]:.2f} s of processors, {seconds[1]:.2f} s by the clock; more than the engine in this process, in each turn: {each} s."
+            )
         getattr(engine, "close", lambda: None)()
+    print("\n".join(lines), flush=True)
+    if given.page:
+        words = " ".join(f"--{name} {getattr(given, name)}" for name in ("prompts", "samples", "tokens", "steps"))
+        put(
+            "cluster.md",
+            "pool",
+            f"`python benchmarks/pool.py {words} --page`, {time.strftime('%Y-%m-%d')}. " + "\n".join(lines),
+        )
 
 
 def measured(work: Callable[[], object]) -> tuple[float, float]:

@@ -17,11 +17,11 @@ FOUND = Path(__file__).parents[1] / "runs" / "bench"
 WAYS = {"one process": (1, "none"), "ddp": (2, "ddp"), "fsdp2": (2, "fsdp2")}
 JOBS = {
     "sft": [
-        *("sft", "--rows", "addition", "--batch", "32", "--steps", "4", "--optim.token_budget", "512"),
+        *("sft", "--rows", "addition", "--batch", "32", "--steps", "3", "--optim.token_budget", "512"),
         *("--save.every", "0"),
     ],
     "grpo with KL": [
-        *("rl", "--preset", "grpo", "--rows", "addition", "--prompts", "8", "--samples", "4", "--steps", "4"),
+        *("rl", "--preset", "grpo", "--rows", "addition", "--prompts", "8", "--samples", "4", "--steps", "3"),
         *("--sampling.max_new_tokens", "24", "--algorithm.kl_coef", "0.01", "--optim.token_budget", "512"),
         *("--reward", "{place}/rewards.py:letters", "--save.every", "0"),
     ],

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from rolecall.types import Batch, Completion, Episode, Finish, Group, Request, Sampling, Trajectory
+from rolecall.types import Batch, Completion, Finish, Request, Sampling, Trajectory
 
 
 def completion(**changes):
@@ -110,22 +110,6 @@ def test_records_are_frozen_comparable_and_picklable():
     assert pickle.loads(pickle.dumps(record)) == record
     trajectory = Trajectory(ids=(1, 2), roles=(1, 2), scores={"exact": 1.0, "style": None})
     assert pickle.loads(pickle.dumps(trajectory)) == trajectory
-
-
-def test_an_episode_is_one_run_and_a_group_one_prompt():
-    make = lambda group, episode: Trajectory(ids=(1,), roles=(2,), group=group, episode=episode)
-    pair = Episode(trajectories=(make(0, 1), make(0, 1)))
-    group = Group(episodes=(Episode(trajectories=(make(0, 0),)), pair))
-    assert [t.episode for t in group.trajectories] == [0, 1, 1]
-    for wrong in ((make(0, 0), make(0, 1)), (make(0, 0), make(1, 0))):
-        with pytest.raises(ValueError, match="same group and episode number"):
-            Episode(trajectories=wrong)
-    with pytest.raises(ValueError, match="same group number"):
-        Group(episodes=(pair, Episode(trajectories=(make(1, 0),))))
-    with pytest.raises(ValueError, match="at least one trajectory"):
-        Episode(trajectories=())
-    with pytest.raises(ValueError, match="at least one episode"):
-        Group(episodes=())
 
 
 def test_a_batch_names_what_is_computed():

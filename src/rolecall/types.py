@@ -47,7 +47,9 @@ class Request:
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
-            raise ValueError(f"prompt {self.prompt} is empty: a language model needs at least one token to go on from")
+            raise ValueError(
+                f"prompt {self.prompt} is empty: a language model needs at least one token to continue from"
+            )
         if self.n < 1:
             raise ValueError(f"n must be at least 1 answer, got {self.n}")
         if self.conversation is not None and self.n != 1:
@@ -147,37 +149,6 @@ class Trajectory:
         if self.behaviour_logprobs is None:
             return (False,) * len(self.ids)
         return tuple(not isnan(logprob) for logprob in self.behaviour_logprobs)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Episode:
-    """One run of a task: one trajectory, or several where there are several agents or the context was cut."""
-
-    trajectories: tuple[Trajectory, ...]
-
-    def __post_init__(self) -> None:
-        if not self.trajectories:
-            raise ValueError("an episode holds at least one trajectory")
-        if len({(t.group, t.episode) for t in self.trajectories}) > 1:
-            raise ValueError("the trajectories of an episode must carry the same group and episode number")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
-    """The episodes that answer one prompt, to be compared with each other."""
-
-    episodes: tuple[Episode, ...]
-
-    def __post_init__(self) -> None:
-        if not self.episodes:
-            raise ValueError("a group holds at least one episode")
-        if len({episode.trajectories[0].group for episode in self.episodes}) > 1:
-            raise ValueError("the episodes of a group must carry the same group number")
-
-    @property
-    def trajectories(self) -> tuple[Trajectory, ...]:
-        """All trajectories of all episodes, in order."""
-        return tuple(t for episode in self.episodes for t in episode.trajectories)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,6 +50,12 @@ def guess(base_url, key, row):
     return 0.0
 
 
+def guess_with_help(base_url, key, row):
+    """The same, with another conversation before it."""
+    said(base_url, key, [{"role": "system", "content": "You help."}, {"role": "user", "content": "how?"}])
+    return guess(base_url, key, row)
+
+
 # -- what programs do, by the row's `do` ---------------------------------------------------------------------------
 
 GO = [{"role": "user", "content": "go"}]
@@ -81,6 +87,25 @@ def raises(base_url, key, row):
     raise RuntimeError("the sky fell")
 
 
+def runs_out_of_memory(base_url, key, row):
+    said(base_url, key, GO)
+    raise MemoryError
+
+
+def writes_its_own_result(base_url, key, row):
+    """Where its process says what came of it."""
+    said(base_url, key, GO)
+    os.write(3, json.dumps(row["writes"]).encode())
+    os._exit(0)
+
+
+def goes_on_for_ever(base_url, key, row):
+    """Ends with the error of a call that is refused, as most do."""
+    messages = list(GO)
+    while True:
+        messages += [said(base_url, key, messages), {"role": "user", "content": "and then?"}]
+
+
 def exits(base_url, key, row):
     said(base_url, key, GO)
     os._exit(7)
@@ -99,8 +124,12 @@ def leaves_processes(base_url, key, row):
     said(base_url, key, GO)
     left = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid]
     if not (pid := os.fork()):
+        os.setsid()
+        if os.fork():
+            os._exit(0)
         time.sleep(60)
-    return {"reward": 1.0, "left": [*left, pid]}
+    os.waitpid(pid, 0)
+    return {"reward": 1.0, "left": left}
 
 
 def words(base_url, key, row):

@@ -85,7 +85,7 @@ def test_the_same_episodes_in_this_process_and_in_workers():
         (Step(messages=[{"content": "hi"}]), "it needs `role` and `content`"),
         (Step(messages=3.5), "returned a float as messages"),
         (Step(messages="x", reward=float("nan")), "the reward nan, which is not finite"),
-        (Step(messages="x", reward="high"), "a str ('high') as reward, which is no number"),
+        (Step(messages="x", reward="high"), "a str ('high') as reward, which is not a number"),
         (Step(), "no messages and is not done"),
         (Step(context=[]), "a context without messages"),
         (Step(messages="x", counts={"n": "many"}), "count `n`"),

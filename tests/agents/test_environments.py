@@ -97,7 +97,7 @@ def test_a_render_mode_that_is_given_is_used():
 
 
 def test_what_cannot_make_environments_is_named():
-    with pytest.raises(EnvError, match="environment 3: a int is no class or function that makes environments"):
+    with pytest.raises(EnvError, match="environment 3: a int is not a class or function that makes environments"):
         as_factory(3)
 
 

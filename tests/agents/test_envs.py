@@ -15,7 +15,7 @@ from rolecall.tasks.env import EnvError
 from rolecall.tasks.kuhn import DEALS, decisions, exploitability, game_value, pays
 from rolecall.tasks.names import find_task, resolve
 from rolecall.tasks.rows import RowError
-from rolecall.tasks.tools import answer_call, find_calls
+from rolecall.tasks.tools import answer_calls, find_calls
 
 
 def said(text):
@@ -53,7 +53,7 @@ def test_a_call_is_answered_whatever_it_is(text, answer, well):
     (call,) = find_calls(text, ("shout",))
     if call.name == "shout":
         tools["shout"] = lambda text: text.upper()
-    message, went_well = answer_call(call, tools)
+    ((message, went_well),) = answer_calls([call], tools)
     assert message["role"] == "tool"
     assert answer in message["content"]
     assert went_well == well
@@ -291,13 +291,27 @@ def test_methods_and_tools_may_be_async_and_share_a_loop():
         """
         return a + b
 
-    env = TRLEnv(Waits, {"add": add})
-    assert list(env._tools) == ["add", "increment", "twice"]
+    here, there = asyncio.Event(), asyncio.Event()
+
+    async def meet(first: bool) -> str:
+        """Return when the other call is there too.
+
+        Args:
+            first: Which of the two.
+        """
+        mine, other = (here, there) if first else (there, here)
+        mine.set()
+        await asyncio.wait_for(other.wait(), 30)
+        return "met"
+
+    env = TRLEnv(Waits, {"add": add, "meet": meet})
+    assert list(env._tools) == ["add", "meet", "increment", "twice"]
     first_reply(env, {"prompt": "Play.", "goal": 4}, 0)
     calls = [("twice", {"step": 2}), ("add", {"a": 2, "b": 3}), ("twice", {"step": 9})]
+    calls += [("meet", {"first": True}), ("meet", {"first": False})]
     text = "".join(f"<tool_call>{json.dumps({'name': n, 'arguments': a})}</tool_call>" for n, a in calls)
     reply = next_reply(env, said(text))
-    assert [m["content"] for m in reply.messages["agent"]] == ["Counter: 4", "5", "error: at most 5"]
+    assert [m["content"] for m in reply.messages["agent"]] == ["Counter: 4", "5", "error: at most 5", "met", "met"]
     assert next_reply(env, said("Done.")).rewards == {"agent": 0.5}
 
 

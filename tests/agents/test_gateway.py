@@ -3,6 +3,7 @@
 import http.client
 import shlex
 import socket
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -83,6 +84,30 @@ def test_what_programs_do_wrong_ends_their_own_episode(programs):
     assert len(samples(found[2])) == 1, "what was said until then is kept"
 
 
+def test_one_without_memory_or_that_writes_nonsense_is_alone_with_it(programs):
+    written = [{"memory": True}, {"fatal": "x"}, {"done": True}, {"reward": "much", "result": {}}, {"error": "so"}, 3]
+    pids = programs.pids
+    found = does(
+        programs, "runs_out_of_memory", *[{"do": "writes_its_own_result", "writes": w} for w in written], "well"
+    )
+    assert [e.finish for e in found] == [*[Finish.ABORT] * 7, Finish.ENVIRONMENT]
+    assert "MemoryError" in found[0].failure
+    assert found[5].failure == "so"
+    assert programs.pids == pids, "the worker lives on"
+
+
+def test_a_limit_is_no_failure_of_the_program_that_ends_with_its_error(programs):
+    long, turns, tokens = (
+        does(programs, "goes_on_for_ever", options=AgentOptions(workers=1, **limit), **more)[0]
+        for limit, more in (({}, {"context": 200}), ({"max_turns": 2}, {}), ({"max_tokens": 8}, {}))
+    )
+    assert [e.finish for e in (long, turns, tokens)] == [Finish.LENGTH, Finish.MAX_TURNS, Finish.LENGTH]
+    assert [e.failure for e in (long, turns, tokens)] == [None] * 3
+    assert turns.counts["turns"] == 2
+    assert not turns.rewards, "what it is worth is for reward functions to say"
+    assert samples(turns)
+
+
 def test_what_a_program_starts_ends_with_it(programs):
     (episode,) = does(programs, "leaves_processes")
     assert episode.rewards == {"agent": 1.0}
@@ -109,6 +134,7 @@ def test_what_a_program_starts_ends_with_it(programs):
         ({"temperature": 0.3}, "temperature is 0.3, but this run samples with 1: leave it out"),
         ({"top_p": 0.5}, "top_p is 0.5, but this run samples with 1"),
         ({"frequency_penalty": 1.0}, "frequency_penalty"),
+        ({"stop": ["so", ""]}, "stop has an empty text, which would end every answer"),
         ({"colour": "red"}, "colour is not a field of this request: leave it out"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
          "messages.0.content has a part of type 'image_url'; the policy reads text only"),
@@ -173,6 +199,7 @@ def test_other_histories_are_other_samples_and_every_answer_trains_once(programs
     counts = {"turns": 7, "forks": 1, "repeats": 1, "openings": 1, "rewrites": 1}
     assert (episode.failure, episode.counts) == (None, counts)
     found = samples(episode)
+    assert episode.began == [None, "forks", "repeats", "openings", "rewrites"]
     assert len(found) == 5
     assert {(t.group, t.agent, t.episode) for t in found} == {(0, "agent", 0)}, "one sequence, with one weight"
     assert sum(role == Role.STOP for t in found for role in t.roles) == 7
@@ -287,10 +314,12 @@ def test_any_program_plays_with_the_row_on_stdin_and_the_address_in_the_environm
         ("nowhere.py:run", "there is no file"),
     ],
 )
-def test_what_is_no_program_is_said_at_the_start(name, words):
+def test_what_is_no_program_is_said_at_the_start(name, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(EnvError) as caught:
         Programs(name, AgentOptions(workers=1))
     assert words in str(caught.value)
+    assert not list(tmp_path.glob("rolecall-gateway-*"))
 
 
 def listening(port):

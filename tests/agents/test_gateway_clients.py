@@ -69,7 +69,7 @@ def test_a_langgraph_agent_plays_unchanged():
     pytest.importorskip("langgraph")
     pytest.importorskip("langchain_openai")
     call = '<tool_call>{"name": "calc", "arguments": {"expression": "6*7"}}</tool_call>'
-    with Programs(f"{HERE / 'langgraph_agents.py'}:run", AgentOptions(workers=1)) as programs:
+    with Programs(f"{HERE.parents[1] / 'examples' / 'langgraph_agent.py'}:run", AgentOptions(workers=1)) as programs:
         rows = [{"prompt": "6*7?", "answer": "42"}]
         (episode,) = play(programs, talker(call, "42"), rows, new_tokens=99, dialect=WITH_TOOLS, context=4000)
     assert (episode.failure, episode.rewards, episode.counts) == (None, {"agent": 1.0}, {"turns": 2})

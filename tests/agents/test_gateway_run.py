@@ -51,10 +51,12 @@ def test_an_agent_through_the_gateway_trains_what_it_trains_as_an_environment(tm
 
 
 def test_the_command_line_takes_a_function_and_evaluates_with_it(tmp_path, capsys):
+    """The rollouts say why each sample began."""
     out = tmp_path / "run"
     arguments = ["--model", "tiny", "--rows", "guessing", "--steps", "1", "--prompts", "2", "--samples", "2"]
     arguments += ["--sampling.max_new_tokens", "4", "--algorithm.entropy_coef", "0.01", "--out", str(out)]
-    assert main(["rl", "--agent", f"{FILE}:guess", *arguments]) == 0
+    assert main(["rl", "--agent", f"{FILE}:guess_with_help", *arguments]) == 0
+    assert {row["extras"] for row in rollouts(out)} == {'{"began": [null, "openings"]}'}
     assert main(["eval", "--model", str(out), "--n", "2", "--sampling.max_new_tokens", "4"]) == 0
     assert "mean_turns" in capsys.readouterr().out
 

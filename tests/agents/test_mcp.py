@@ -15,7 +15,8 @@ from rolecall.tasks.env import EnvError
 from rolecall.types import Finish
 
 pytest.importorskip("mcp")
-SERVER = shlex.join(["mcp:" + sys.executable, str(Path(__file__).with_name("mcp_server.py"))])
+FILE = Path(__file__).parents[2] / "examples" / "mcp_server.py"
+SERVER = shlex.join(["mcp:" + sys.executable, str(FILE)])
 
 
 @pytest.mark.parametrize("episodes", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -43,7 +44,7 @@ def test_a_policy_calls_the_tools_of_a_server_of_its_own(episodes):
 
 def test_a_server_with_an_address_is_shared_and_needs_a_network():
     lines = ['<tool_call>{"name": "product", "arguments": {"a": 6, "b": 7}}</tool_call><remember>one</remember>', "42"]
-    with serving(str(Path(__file__).with_name("mcp_server.py"))) as port:
+    with serving(str(FILE)) as port:
         name = f"mcp:http://127.0.0.1:{port}/mcp"
         check_name(name)
         with EnvPool(name, workers=1, network=True) as envs:

@@ -1,14 +1,17 @@
 """Environments of the real package verifiers, with their dataset and rubric, played through the gateway."""
 
 import json
+import sys
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from talking import TOKENIZER, encode, spoken, talker
 from test_gateway import play, samples
 
 from rolecall.agents.programs import Programs
-from rolecall.agents.verifiers_env import verifiers_rows
+from rolecall.agents.verifiers_env import VerifiersProgram, verifiers_rows
 from rolecall.cli import main
 from rolecall.config.agents import AgentOptions
 from rolecall.jobs.agents import open_envs
@@ -122,11 +125,15 @@ def test_the_command_line_trains_on_it(tmp_path):
     assert json.loads(line)["reward"] == 0
 
 
-def test_what_is_missing_or_no_environment_is_a_sentence(tmp_path, monkeypatch):
-    from contextlib import ExitStack
-
+def test_what_is_missing_or_no_environment_is_a_sentence(monkeypatch):
     with ExitStack() as stack:
         with pytest.raises(EnvError, match="there is no file"):
             open_envs("verifiers:no-such.py", AgentOptions(), stack)
         with pytest.raises(EnvError, match="names no environment"):
             open_envs("verifiers:", AgentOptions(), stack)
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    with pytest.raises(EnvError, match=r"need the package verifiers: pip install 'rolecall\[verifiers\]'"):
+        VerifiersProgram("verifiers:wordle")
+    monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace(__version__="0.4.0"))
+    with pytest.raises(EnvError, match=r"needs verifiers 0.1.10 to 0.3, this is 0.4.0"):
+        VerifiersProgram("verifiers:wordle")

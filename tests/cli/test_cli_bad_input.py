@@ -67,7 +67,10 @@ CALLS = [
     ([*RL, "--rows", "questions.jsonl", "--reward", "exact"], "rename `question` to `prompt`"),
     ([*RL, "--rows", "number.jsonl", "--reward", "exact"], "number.jsonl, line 3: `prompt` must be a text"),
     ([*RL, "--rows", "missing.jsonl", "--reward", "exact"], "missing.jsonl, line 3: `prompt` must be a text"),
-    ([*RL, "--rows", "blank.jsonl", "--reward", "exact"], "blank.jsonl, line 1: the prompt cannot be put to the model"),
+    (
+        [*RL, "--rows", "blank.jsonl", "--reward", "exact"],
+        "blank.jsonl, line 1: the prompt cannot be given to the model",
+    ),
     ([*RL, "--rows", "nobody.jsonl", "--reward", "exact"], "nobody.jsonl, line 1: every message of `prompt` must be"),
     ([*RL, "--rows", "long.jsonl", "--reward", "exact"], "long.jsonl, line 3: the prompt has 1200 tokens but"),
     ([*RL, "--rows", "long_chat.jsonl", "--reward", "exact"], "long_chat.jsonl, line 1: the prompt has 10"),
@@ -183,7 +186,7 @@ def test_sft_does_not_pretend_to_evaluate_rows_that_have_no_reward_and_no_loss(c
     Path("prompts.jsonl").write_text('{"prompt": "1+1="}\n')
     command = ["sft", "--rows", "demos.jsonl", "--steps", "1", "--eval.every", "1", "--eval.data", "prompts.jsonl"]
     assert main(command) == 2
-    assert "the evaluation rows are no demonstrations" in capfd.readouterr().err
+    assert "the evaluation rows are not demonstrations" in capfd.readouterr().err
     assert not Path("runs").exists()
 
 

@@ -91,7 +91,7 @@ def test_what_a_killed_or_stopped_actor_was_asked_is_answered_by_another(tiny, p
     threading.Thread(target=end_it_at_work, daemon=True).start()
     begun = time.monotonic()
     assert pool.generate(asked) == expected
-    assert time.monotonic() - begun < 6 * SILENCE + 5 * usual
+    assert time.monotonic() - begun < 60 + 5 * usual, "Ray itself never replaces one that is stopped"
     assert measured["workers/lost"] >= 1
     assert "workers/differing" not in measured
 
@@ -105,7 +105,7 @@ def test_a_machine_that_is_removed_and_one_that_joins_change_nothing(tiny, clust
     found = pool.generate(asked)
     assert found == alone(engine, asked), "by what is left"
     cluster.extra = [cluster.add_node(num_cpus=1) for _ in range(2)]
-    end = time.monotonic() + 60 * BUSY
+    end = time.monotonic() + 300
     while len(pool.pids) < 2 and time.monotonic() < end:
         assert pool.generate(requests(2)) == alone(engine, requests(2))
         time.sleep(0.5)
@@ -147,12 +147,12 @@ def test_a_run_ends_with_the_bytes_of_one_with_local_workers(cluster, tmp_path):
                    "--reward", f"{reward}:letters", "--engine.workers", "2", "--quiet", "--out", str(out), *more]  # fmt: skip
         process = subprocess.Popen(command, env=os.environ | {"HF_HUB_OFFLINE": "1"})
         if check:
-            assert process.wait(timeout=120 * BUSY) == 0
+            assert process.wait(timeout=500) == 0
         return process
 
     run(tmp_path / "local")
     cut = run(tmp_path / "ray", "--engine.cluster", "ray", check=False)
-    end = time.monotonic() + 120 * BUSY
+    end = time.monotonic() + 500
     while time.monotonic() < end and not list((tmp_path / "ray").glob("checkpoints/step-000002")):
         time.sleep(0.05)
     cut.kill()

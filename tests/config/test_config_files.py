@@ -43,7 +43,7 @@ def test_a_file_of_settings(tmp_path):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"a: 1\na: 2\n", "line 2: key `a` stands twice"),
+        (b"a: 1\na: 2\n", "line 2: key `a` appears twice"),
         (b"a:\n  - b\n c: [\n", "is not valid YAML in line"),
         (b"- a\n", "holds a list; write settings as `key: value` lines"),
         (b"\xff\xfe\x00", "is not a text file in UTF-8"),

@@ -151,7 +151,7 @@ def test_names_that_belong_together():
 
 REFUSED = [
     ({"per_device_train_batch_size": 8}, "it counts answers, `prompts` counts prompts per rollout"),
-    ({"per_device_train_batch_size": 9, "num_generations": 2}, "9 answers per rollout are no multiple"),
+    ({"per_device_train_batch_size": 9, "num_generations": 2}, "9 answers per rollout are not a multiple"),
     ({"gradient_accumulation_steps": 8}, "`prompts`, and `optim.token_budget` for memory"),
     ({"loss_type": "bnpo"}, "`algorithm.aggregate` token-mean"),
     ({"loss_type": "cispo"}, "epsilon_high is the largest ratio itself"),

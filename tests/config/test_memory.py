@@ -86,14 +86,16 @@ def test_a_plan_lists_the_parts(directory):
     assert "reference 0.5 GB" in lines(of(DPOOptions, directory))
     critic = lines(of(RLOptions, directory, algorithm={"name": "ppo", "critic": "separate", "kl_coef": 0.1}))
     assert "weights 1.1 GB, gradients 1.1 GB, optimiser 2.2 GB, reference 0.5 GB" in critic
-    assert critic.endswith("beside 0.5 GB of the sampler's weights")
+    assert critic.endswith("plus 0.5 GB of the sampler's weights")
 
 
 def test_parts_are_divided_among_processes_only_when_sharded(directory, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert "weights 0.5 GB, gradients 0.5 GB, optimiser 1.1 GB" in lines(of(SFTOptions, directory))
     sharded = lines(of(SFTOptions, directory, train={"shard": "fsdp2"}))
-    assert "weights 0.1 GB, gradients 0.1 GB, optimiser 0.3 GB, gathered layers 28 MB" in sharded
+    assert "weights 0.1 GB, gradients 0.1 GB, optimiser 0.3 GB, gathered layers 0.3 GB" in sharded
+    adapter = lines(of(SFTOptions, directory, train={"shard": "fsdp2"}, policy={"lora_rank": 8}))
+    assert "gathered layers 0.1 GB" in adapter, "two layers of 14 MB; 113 MB of embedding, without a gradient"
 
 
 def test_a_reward_model_is_a_part_too_and_whole_if_it_scores_beside_training(directory, monkeypatch):

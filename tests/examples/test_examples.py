@@ -28,7 +28,12 @@ SAYS = {
 
 
 def test_no_example_is_forgotten():
-    elsewhere = {"openenv_server", "verifiers_environment"}  # made by and for other packages: tests/agents
+    elsewhere = {
+        "openenv_server",
+        "verifiers_environment",
+        "mcp_server",
+        "langgraph_agent",
+    }  # made by and for other packages: tests/agents
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SAYS, *elsewhere, "steps"}
 
 

@@ -1,5 +1,6 @@
 """Rollouts at an address: copied whole, merged, thinned, cut, and read as from a directory."""
 
+import sys
 from dataclasses import replace
 
 import fsspec
@@ -163,7 +164,7 @@ def test_a_store_that_stays_away_ends_the_run_with_a_sentence(run, monkeypatch):
 @pytest.mark.parametrize(
     ("url", "sentence"),
     [
-        ("nowhere://x", "nowhere://x is no address that can be opened: Protocol not known: nowhere"),
+        ("nowhere://x", "nowhere://x is not an address that can be opened: Protocol not known: nowhere"),
         ("file:///proc/nothing", "cannot be written: .*; check the address, the network and your keys"),
     ],
 )
@@ -178,6 +179,10 @@ def test_a_missing_package_is_named(monkeypatch):
     )
     with pytest.raises(StoreError, match=r"Install s3fs to access S3\): pip install 'rolecall\[store\]'"):
         Place("s3://bucket/x")
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(StoreError, match="pip install 'gcsfs'"):
+        Place("gs://bucket/x")
 
 
 def test_a_damaged_file_of_several_steps_is_named(run):

@@ -240,7 +240,7 @@ CASES = {
     ),
     24: Case(
         "a reward hangs and ignores SIGTERM",
-        "killed at its deadline, the answer fails, the run goes on",
+        "killed at its deadline, the answer fails, the run continues",
         _in(
             _REWARDS,
             "test_a_hang_is_killed_at_the_deadline",

@@ -47,7 +47,7 @@ PLANTED = {
         ["are longer than max_new_tokens=12"]),
     "rows that stand twice": ({"rows": [*sums(), *sums(4)]}, "duplicates", "warning", ["4 of 44 (9%) rows repeat"]),
     "rows with two answers": ({"rows": [*sums(), sums(1)[0] | {"answer": "no"}]}, "duplicates", "warning",
-        ["stand twice with different answers"]),
+        ["occur twice with different answers"]),
     "gold scored wrong": ({"reward": rewards.one_too_many}, "gold", "error",
         ["scores no more than one that says nothing in 8 of 8"]),
     "gold without the full reward": ({"rows": WORDS, "reward": ["exact", "number"]}, "gold", "error",
@@ -106,7 +106,7 @@ def test_a_model_that_stops_with_another_id(tiny_model, tmp_path):
     ("declared", "said"),
     [
         ([258, ord("1")], "declare '1' (49) a stop id, which is ordinary text"),
-        ([258, 9999], "stop id 9999 is no token of this model"),
+        ([258, 9999], "stop id 9999 is not a token of this model"),
     ],
 )
 def test_stop_ids_that_are_no_ends(tiny_model, tmp_path, declared, said):
@@ -318,7 +318,7 @@ def test_a_fresh_model_is_warned_of_but_no_error():
     found = audit(model="tiny")
     assert not found.errors
     assert {"groups", "round-trip", "truncation"} <= {f.check for f in found.warnings}
-    assert "bytes that are no character" in found["round-trip"].summary
+    assert "bytes that are not a character" in found["round-trip"].summary
 
 
 # -- demonstrations -----------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Refuses(Fails):
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        (FiveTuple, r"FiveTuple cannot go on with an episode: FiveTuple\.step returned a tuple of 5, as Gymnasium's"),
+        (FiveTuple, r"FiveTuple cannot continue an episode: FiveTuple\.step returned a tuple of 5, as Gymnasium's"),
         (NoText, r"cannot begin an episode: NoText\.reset returned a pair \(observation, info\)"),
         (Refuses, "cannot begin an episode: KeyError: 'board'"),
     ],
@@ -70,7 +70,7 @@ def test_a_step_that_raises_in_the_dry_episode_is_a_warning(tmp_path, caplog):
             return Step(reward=float(sum(message["content"].encode()) % 3), done=True)
 
     run = rolecall.rl(env=Numbers, out=str(tmp_path / "run"), **SHORT)
-    assert "failed in a dry episode, when told '0': ValueError: 0 is no number here" in caplog.text
+    assert "failed in a dry episode, when given '0': ValueError: 0 is no number here" in caplog.text
     assert run.outcome.exit_code == 0
 
 

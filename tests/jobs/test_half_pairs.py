@@ -17,5 +17,5 @@ HALF = "a\ud800b"
 )
 def test_it_is_refused_with_its_row_before_any_work(row):
     good = {"prompt": "ab"} if isinstance(row["prompt"], str) else {"prompt": [{"role": "user", "content": "ab"}]}
-    with pytest.raises(RowError, match=r"row 1: the prompt cannot be put to the model: it holds U\+D800, half of a"):
+    with pytest.raises(RowError, match=r"row 1: the prompt cannot be given to the model: it holds U\+D800, half of a"):
         check_prompts(ListRows([good, row]), load("tiny"), ChatOptions())

@@ -61,9 +61,9 @@ def updates_end_while_answers_grow(monkeypatch):
 
     def waiting(self):
         self.tokens += 1
-        engine, published = self._pinned.engine, self._pinned.published
-        if self.tokens == 10 and engine.version < self.asked:
-            published.wait_until(lambda: published.version > engine.version)
+        held, published = self._pinned.engine.version, self._pinned.published  # the trainer may pass on another now
+        if self.tokens == 10 and held < self.asked:
+            published.wait_until(lambda: published.version > held)
         return step(self)
 
     monkeypatch.setattr(_Watching, "add", noted)

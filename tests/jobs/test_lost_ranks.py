@@ -37,7 +37,7 @@ def test_a_rank_that_is_gone_ends_the_job_with_75_and_the_last_complete_step_is_
         "has given no sign of life for 1.5 s (rank_timeout)" if case == "stop-1" else "is gone (its connection closed)"
     )
     assert last_line(ended["told"][0]) == (
-        f"rank 1 {how}: stopped after step {step}, everything is saved; the same command with --resume goes on"
+        f"rank 1 {how}: stopped after step {step}, everything is saved; the same command with --resume continues"
     )
 
 
@@ -46,7 +46,7 @@ def test_the_others_notice_that_rank_0_is_gone_though_it_kept_the_store(found, c
     ended = found[case]
     assert ended["codes"] == [-9, 75]
     assert last_line(ended["told"][1]).startswith("rank 0 ")
-    assert "the same command with --resume goes on" in last_line(ended["told"][1])
+    assert "the same command with --resume continues" in last_line(ended["told"][1])
 
 
 def test_a_stopped_rank_is_noticed_within_the_timeout(found):

@@ -111,9 +111,9 @@ def test_a_run_of_an_object_is_resumed_with_it(tmp_path):
         ({"model": tiny_model()}, "a LlamaForCausalLM without a tokenizer"),
         ({"model": "tiny", "tokenizer": tiny_tokenizer()}, "tokenizer goes with a model object"),
         ({"tokenizer": tiny_tokenizer()}, "tokenizer goes with a model object"),
-        ({"model": torch.nn.Linear(2, 2), "tokenizer": tiny_tokenizer()}, "a Linear is no causal language model"),
-        ({"model": tiny_model().model, "tokenizer": tiny_tokenizer()}, "a LlamaModel is no causal language model"),
-        ({"model": tiny_model(), "tokenizer": "tiny"}, "a str is no tokenizer"),
+        ({"model": torch.nn.Linear(2, 2), "tokenizer": tiny_tokenizer()}, "a Linear is not a causal language model"),
+        ({"model": tiny_model().model, "tokenizer": tiny_tokenizer()}, "a LlamaModel is not a causal language model"),
+        ({"model": tiny_model(), "tokenizer": "tiny"}, "a str is not a tokenizer"),
     ],
 )
 def test_what_is_no_model_with_its_tokenizer_is_one_sentence(settings, sentence, tmp_path):
@@ -160,7 +160,7 @@ def test_training_goes_on_with_an_adapter_of_the_same_rank(adapter, caplog):
     caplog.set_level(logging.INFO, logger="rolecall")
     directory, _, together = adapter
     policy = open_policy(str(directory), options(lora_rank=4))
-    assert "goes on with the adapter" in caplog.text
+    assert "continues with the adapter" in caplog.text
     assert torch.equal(logits(policy.model), together)
     trains = [name for name, p in policy.model.named_parameters() if p.requires_grad]
     assert trains

@@ -113,7 +113,7 @@ def test_rows_that_the_policy_never_solves_are_too_hard(place, capsys):
 def test_the_command_says_what_came_of_it(place, capsys):
     words = [f"--{name}={value}" for name, value in how(place).items() if name != "sampling"]
     assert main(["propose", *words, "--sampling.max_new_tokens", "2"]) == 0
-    assert "2 new rows, beside 2 given ones" in capsys.readouterr().out
+    assert "2 new rows, plus 2 given ones" in capsys.readouterr().out
     assert main(["propose", *words]) == 2
     assert "is there already" in capsys.readouterr().err
 

@@ -198,7 +198,7 @@ def test_what_cannot_be_pushed_is_a_sentence(run, tmp_path, make, said):
 
 
 def test_a_wrong_name_or_a_foreign_folder_is_refused(run, tmp_path):
-    with pytest.raises(UserError, match="is no hub id, such as me/my-model"):
+    with pytest.raises(UserError, match="is not a hub id, such as me/my-model"):
         rolecall.push(run, "me/my model", dry_run=True)
     (tmp_path / "mine.txt").write_text("precious")
     with pytest.raises(UserError, match="was not written by push; give another folder"):

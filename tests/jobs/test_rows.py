@@ -202,7 +202,7 @@ def test_passes_beside_steps():
 
 
 def test_passes_over_a_stream_are_refused():
-    with pytest.raises(UserError, match="of a stream nobody knows the end: give steps"):
+    with pytest.raises(UserError, match="the end of a stream is not known: give steps"):
         run("sft", rows=streamed("sft"), epochs=1)
 
 

@@ -20,7 +20,8 @@ from rolecall.look.png import write_png
 def seeded(path, seed, values, **config):
     """A run with this reward at its steps."""
     write_run(path, steps=len(values), of=3, seed=seed, **config)
-    (path / "metrics.jsonl").write_text("".join(line(i + 1, reward=value) for i, value in enumerate(values)))
+    numbers = (line(i + 1, reward=value, gain=value + 2, length=2 * value) for i, value in enumerate(values))
+    (path / "metrics.jsonl").write_text("".join(numbers))
     return path
 
 
@@ -50,6 +51,19 @@ def test_runs_that_differ_in_their_seed_alone_are_a_mean_and_a_band(groups):
     assert list(reward.xs) == [1, 2, 3]
     assert (both.ys, both.low, both.high) == ([2.0, 2.0, 3.0], [1.0, 2.0, 3.0], [3.0, 2.0, 3.0])
     assert (single.ys, single.low) == ([5.0, 5.0, 6.0], None)
+
+
+def test_a_side_has_the_same_place_and_colour_in_every_chart(groups):
+    (some,) = [group for group in groups if group.label == "b"]
+    less = {name: replace(run, steps=[{"step": 1, "entropy": 1.0}]) for name, run in some.runs}
+    main, rest = overlaid([replace(some, runs=list(less.items()), label="less"), *groups])
+    assert {tuple(s.label for s in chart.series) for chart in (*main, *rest)} == {("less", "a (2 seeds)", "b")}
+    assert {tuple(chart.series[0].ys) for chart in (*main, *rest) if chart.name == "reward"} == {(None, None, None)}
+
+
+def test_sides_whose_names_begin_alike_have_different_names(tmp_path):
+    made = [seeded(tmp_path / f"rl-{i}", i % 2, [1.0], optim={"lr": 0.1 + i // 2}) for i in range(4)]
+    assert [group.label for group in groups_of(read_runs(made))] == ["rl-0 and 1 more", "rl-2 and 1 more"]
 
 
 def test_what_differs_is_named_with_each_ones_value(groups):
@@ -112,12 +126,21 @@ def test_the_view_overlays_runs_that_are_chosen_by_keyboard(browser, runs):
         key = browser.one("#curve-reward .key").text
         assert re.search(r"a-seed-0\s+3\s+b\s+6", key), key
         assert "optim.lr" in browser.one("#settings").text
+        for number in ("length", "gain"):
+            assert not browser.all(f"#curve-{number}"), "the others are sent when they are wanted"
+        summary = "[...document.querySelectorAll('#curves summary')].find((s) => s.textContent.startsWith('All other numbers (2)'))"
+        browser.js(f"{summary}.focus()")
+        browser.press("ENTER")
+        browser.until(lambda: browser.all("#curve-gain canvas"))
+        assert re.search(r"b\s+8", browser.one("#curve-gain .key").text)
         browser.js("document.querySelector('#answers a').focus()")
         browser.press("ENTER")
         browser.until(lambda: len(browser.all(".answer")) == 2)
         assert {"a-seed-0", "b"} == {button.text.split("\n")[0] for button in browser.all(".picks button")}
         assert browser.complaints() == []
         assert server.ask("/compare?run=b")[0] == 422
+        many = "&".join(f"run=r{i}" for i in range(30))
+        assert "30 runs are more than a page compares: choose at most 24" in server.ask(f"/compare?{many}")[2]
         assert server.ask("/compare?run=b&run=../b")[0] == 404
         status, _, body = server.ask("/compare/curves?run=a-seed-0&run=gone")
         assert (status, "there is no run" in json.loads(body)["error"]) == (404, True)

@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -23,6 +24,14 @@ from rolecall.look.run import read_run
 SMALL = {"model": "tiny", "rows": "sorting:length=2", "steps": 10, "prompts": 4, "samples": 4, "quiet": True}
 
 
+PLANTED = {
+    "lr-too-small": {"optim.lr": 1e-9},
+    "lr-too-large": {"optim.lr": 0.1, "algorithm.epochs": 3},
+    "truncation-wall": {"sampling.max_new_tokens": 1},
+    "rounded-away": {"policy.dtype": "bfloat16", "optim.lr": 1e-7},
+}
+
+
 def run(place: Path, **settings) -> Path:
     return rolecall.rl(out=str(place), **(SMALL | {"sampling.max_new_tokens": 4, "save.every": 0} | settings)).path
 
@@ -34,6 +43,12 @@ def kinds(path: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     return tmp_path_factory.mktemp("doctor")
+
+
+@pytest.fixture(scope="module")
+def planted(place):
+    """A run with a fault, made when it is first wanted."""
+    return cache(lambda kind: run(place / kind, **({"reward": spread} | PLANTED[kind])))
 
 
 @pytest.fixture(scope="module")
@@ -86,26 +101,17 @@ def test_the_command_says_it_and_exits_1(phantom, capsys):
     assert "phantom-advantages" in [one["kind"] for one in json.loads(capsys.readouterr().out)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("lr-too-small", {"optim.lr": 1e-9}),
-        ("lr-too-large", {"optim.lr": 0.1, "algorithm.epochs": 3}),
-        ("truncation-wall", {"sampling.max_new_tokens": 1}),
-        ("rounded-away", {"policy.dtype": "bfloat16", "optim.lr": 1e-7}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_planted_fault_is_found(kind, settings, place):
-    assert kind in kinds(run(place / kind, **({"reward": spread} | settings)))
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_planted_fault_is_found(kind, planted):
+    assert kind in kinds(planted(kind))
 
 
 def test_faults_of_agents_that_learn_together_are_found(game):
     assert kinds(game) == ["epsilon-stuck", "stale-target"]
 
 
-def test_every_setting_to_try_is_one_that_the_command_takes(phantom, game, place):
-    for path in (phantom, game, place / "lr-too-small", place / "lr-too-large", place / "truncation-wall"):
+def test_every_setting_to_try_is_one_that_the_command_takes(phantom, game, planted):
+    for path in (phantom, game, *map(planted, ("lr-too-small", "lr-too-large", "truncation-wall"))):
         command = next(c for c in COMMANDS if c.name == read_run(path).command)
         for one in findings(path):
             assert parse(one.setting.split(), schema(imported(command.options))).given

@@ -210,7 +210,7 @@ def refused(path, capsys):
 
 def test_a_directory_that_is_no_run(tmp_path, capsys):
     assert "there is no run" in refused(tmp_path / "nowhere", capsys)
-    assert "is no run: it has no run.json; give a directory that" in refused(tmp_path, capsys)
+    assert "is not a run: it has no run.json; give a directory that" in refused(tmp_path, capsys)
     (tmp_path / "file").write_text("x")
     assert "is a file, not a run" in refused(tmp_path / "file", capsys)
     assert "there is no run" in refused("a\0b", capsys)
@@ -239,7 +239,7 @@ def test_a_half_written_run(run, tmp_path, capsys):
     (held / "metrics.jsonl").write_bytes(whole[:20])
     assert "has no finished step yet" in refused(held, capsys)
     (held / "metrics.jsonl").write_bytes(b'{"st\n' + whole)
-    assert ", is no JSON object; bring back a whole copy of it" in refused(held, capsys)
+    assert ", is not a JSON object; bring back a whole copy of it" in refused(held, capsys)
     (held / "metrics.jsonl").write_bytes(whole)
     config = (held / "config.json").read_bytes()
     (held / "config.json").write_bytes(config[:30])

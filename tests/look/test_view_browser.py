@@ -90,8 +90,10 @@ def test_a_run_that_is_cut_replaced_torn_or_deleted_never_breaks_the_page(here, 
     here.until(lambda: values(here, "reward") == ("step 9", "0.9"))
     append(run, 'ard": 7}\n', "not json\n", '{"reward": 1}\n', "[" * 3000 + "\n", line(11))
     here.until(lambda: values(here, "reward") == ("step 11", "1.1"))
+    here.js("document.querySelector('#curve-reward .plot').focus()")
     (run / "metrics.jsonl").write_text("".join(line(i) for i in range(1, 4)))  # a resume cuts
     here.until(lambda: values(here, "reward") == ("step 3", "0.3"))
+    assert here.js("return document.activeElement === document.querySelector('#curve-reward .plot')")
     lock.release()
     shutil.rmtree(run)
     here.until(lambda: "there is no run" in here.one("#said").text)
@@ -153,6 +155,17 @@ def test_states_and_what_cannot_be_read_have_a_word_in_the_table(here, server, r
     assert words | expected | {"newer": "unreadable", "working": "running"} == words
     assert "is a run in format 99, written by rolecall 9.9" in here.one("[data-run=newer]").text
     assert here.complaints() == []
+
+
+def test_a_row_of_a_narrow_table_is_a_few_lines(here, server, runs):
+    """Long names of numbers leave the model its place."""
+    run = write_run(runs / "narrow", steps=3, command="sft", rows="sorting:length=3")
+    judged = [json.dumps({"step": i, "eval_accuracy": 0.0625 * i, "eval_reward": 0.0625}) + "\n" for i in range(3)]
+    (run / "metrics.jsonl").write_text("".join(judged))
+    here.open(f"{server.base}/", width=400)
+    heights = here.js("return [...document.querySelectorAll('tbody tr')].map((r) => [r.dataset.run, r.offsetHeight])")
+    assert dict(heights)["narrow"] < 160, heights
+    shutil.rmtree(run)
 
 
 def test_the_table_is_filtered_and_sorted_by_keyboard_alone(here, server, runs):

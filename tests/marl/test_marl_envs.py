@@ -27,7 +27,7 @@ def said(name, **options):
     [
         ("climbin", "there is no environment 'climbin'; did you mean 'climbing'?"),
         ("zzz", "there is no environment 'zzz'; there are climbing, penalty:-100"),
-        ("lbf:8x8-2p-2f-cop", "'cop' is no part of one"),
+        ("lbf:8x8-2p-2f-cop", "'cop' is not a part of one"),
         ("lbf:8x8-2f", "does not say its players"),
         ("lbf:8x9-2p-2f", "boards are square"),
         ("lbf:4x4-2p-1f", "at least 5x5"),

@@ -32,17 +32,6 @@ def nstep(rewards: Row, values: Row, *, mask: Mask, gamma: float, n: int, bootst
     return put_back(targets, mask)
 
 
-def place_turn_scores(scores: Row, turns: Sequence[int], mask: Mask) -> list[float]:
-    rewards = [0.0] * len(mask)
-    eligible = [t for t, counts in enumerate(mask) if counts]
-    if not eligible:
-        return rewards
-    for turn, score in enumerate(scores):
-        so_far = [t for t in eligible if turns[t] <= turn]
-        rewards[so_far[-1] if so_far else eligible[0]] += score
-    return rewards
-
-
 def first_stop_roles(ids: Sequence[int], *, stop_ids: set[int], length: int) -> str:
     """One letter a position: C content, S the first stop, > after it, . padding."""
     letters, stopped = "", False

@@ -30,7 +30,6 @@ CALLS = {
     "gae": lambda: returns.gae(X, X, MASK, gamma=0.9, lam=0.9, bootstrap=SCORES)[0],
     "nstep_targets": lambda: returns.nstep_targets(X, X, MASK, gamma=0.9, n=2, bootstrap=SCORES),
     "discounted_returns": lambda: returns.discounted_returns(X, MASK, gamma=0.9),
-    "place_turn_scores": lambda: shaping.place_turn_scores(X[:, :2], MASK.long() - 1, MASK & False),
     "overlong_penalty": lambda: shaping.overlong_penalty(LENGTHS, max_length=3, buffer=2),
     "grpo": lambda: advantages.grpo(SCORES, GROUPS, scale="batch"),
     "opo": lambda: advantages.opo(SCORES, LENGTHS, GROUPS),

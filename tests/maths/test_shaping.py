@@ -1,6 +1,5 @@
 import random
 
-import loops
 import pytest
 import torch
 
@@ -11,7 +10,6 @@ from rolecall.maths.shaping import (
     missing_stop_penalty,
     overlong_penalty,
     place_scores,
-    place_turn_scores,
     shape_rewards,
     untrainable,
 )
@@ -41,30 +39,6 @@ def test_scores_sit_on_the_last_eligible_position():
 def test_a_score_that_failed_is_not_zero():
     # The caller leaves such rows out; until then NaN stays visible where the score belongs.
     assert place_scores(torch.tensor([NAN]), bits("11")).isnan().tolist() == [[False, True]]
-
-
-def test_turn_scores_by_hand():
-    # turns    0 0 1 1 1 2 2        scores 5 7 9
-    # mask     1 1 0 0 0 0 1        turn 1 has no eligible position, so its 7 joins turn 0
-    turns = torch.tensor([[0, 0, 1, 1, 1, 2, 2]])
-    scores = torch.tensor([[5.0, 7, 9]])
-    assert place_turn_scores(scores, turns, bits("1100001")).tolist() == [[0, 12, 0, 0, 0, 0, 9]]
-    # Nothing eligible before turn 2: everything goes to the first position that is.
-    assert place_turn_scores(scores, turns, bits("0000011")).tolist() == [[0, 0, 0, 0, 0, 12, 9]]
-    assert place_turn_scores(scores, turns, bits("1010101")).tolist() == [[5, 0, 0, 0, 7, 0, 9]]
-    assert place_turn_scores(scores, turns, bits("0000000")).tolist() == [[0] * 7]
-
-
-def test_one_turn_is_a_score_per_sequence():
-    scores = torch.tensor([5.0, 3.0, -2.0])
-    assert place_turn_scores(scores[:, None], torch.zeros_like(MASK, dtype=torch.long), MASK).equal(
-        place_scores(scores, MASK)
-    )
-
-
-def test_turn_numbers_of_positions_that_are_not_eligible_are_never_looked_at():
-    turns = torch.tensor([[99, 0, -7, 1]])
-    assert place_turn_scores(torch.tensor([[5.0, 7]]), turns, bits("0101")).tolist() == [[0, 5, 0, 7]]
 
 
 def test_shaped_rewards_by_hand():
@@ -103,22 +77,19 @@ def test_clipped_scores_by_hand():
 @pytest.mark.parametrize("seed", range(20))
 def test_placing_is_that_of_a_loop(seed):
     generator = random.Random(seed)
-    time, count = generator.randint(1, 9), generator.randint(1, 4)
+    time = generator.randint(1, 9)
     masks = [[generator.random() < 0.4 for _ in range(time)] for _ in range(4)]
-    scores = [[generator.gauss(0, 1) for _ in range(count)] for _ in masks]
-    turns = [sorted(generator.randrange(count) for _ in range(time)) for _ in masks]
-    mask, turn_scores = torch.tensor(masks), torch.tensor(scores, dtype=torch.float64)
-
-    got = place_turn_scores(turn_scores, torch.tensor(turns), mask)
-    expected = [loops.place_turn_scores(*row) for row in zip(scores, turns, masks, strict=True)]
-    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64))
-
-    one = place_scores(turn_scores[:, 0], mask)
-    assert one.tolist() == [loops.place_turn_scores(s[:1], [0] * time, m) for s, m in zip(scores, masks, strict=True)]
+    scores = [generator.gauss(0, 1) for _ in masks]
+    mask, expected = torch.tensor(masks), [[0.0] * time for _ in masks]
+    for row, score, counts in zip(expected, scores, masks, strict=True):
+        if any(counts):
+            row[max(t for t in range(time) if counts[t])] = score
+    tensor = torch.tensor(scores, dtype=torch.float64)
+    assert place_scores(tensor, mask).tolist() == expected
 
     kl = torch.tensor([[generator.gauss(0, 1) for _ in range(time)] for _ in masks], dtype=torch.float64)
-    shaped = shape_rewards(turn_scores[:, 0], kl, mask, kl_coef=0.3)
-    for i, row in enumerate(one.tolist()):
+    shaped = shape_rewards(tensor, kl, mask, kl_coef=0.3)
+    for i, row in enumerate(expected):
         expected_row = [
             r - 0.3 * k if counts else 0.0 for r, k, counts in zip(row, kl[i].tolist(), masks[i], strict=True)
         ]
@@ -147,11 +118,9 @@ def test_gradients():
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(3, generator=generator, dtype=torch.float64).requires_grad_()
     kl = torch.randn(3, 6, generator=generator, dtype=torch.float64).requires_grad_()
-    turns = torch.tensor([[0, 0, 0, 1, 1, 1]]).expand(3, 6)
     check = torch.autograd.gradcheck
     check(lambda s, k: shape_rewards(s, k, MASK, kl_coef=0.3), [scores, kl])
     check(lambda s: place_scores(s, MASK), scores)
-    check(lambda s: place_turn_scores(s[:, None] * torch.tensor([1.0, 2.0]), turns, MASK), scores)
     check(lambda s: missing_stop_penalty(s, torch.tensor([True, False, True]), penalty=0.5), scores)
     check(lambda s: clip_scores(s, limit=0.5), scores)
 
@@ -173,16 +142,6 @@ SCORES = torch.ones(3)
             lambda: shape_rewards(SCORES, torch.ones(3, 5), MASK, kl_coef=0.0),
             r"kl has shape \(3, 5\) but mask has shape \(3, 6\)",
         ),
-        (
-            lambda: place_turn_scores(torch.ones(2, 2), torch.zeros(3, 6).long(), MASK),
-            r"turn_scores has shape \(2, 2\) but \[batch, turns\] has shape \(3, 2\)",
-        ),
-        (
-            lambda: place_turn_scores(torch.ones(3, 2), torch.zeros(3, 5).long(), MASK),
-            r"turns has shape \(3, 5\) but mask has shape \(3, 6\)",
-        ),
-        (lambda: place_turn_scores(torch.ones(3, 2), torch.full((3, 6), 2), MASK), r"turns must lie in 0\.\.1"),
-        (lambda: place_turn_scores(torch.ones(3, 2), torch.full((3, 6), -1), MASK), r"turns must lie in 0\.\.1"),
         (lambda: overlong_penalty(torch.tensor([1]), max_length=4, buffer=5), "buffer=5, max_length=4"),
         (lambda: overlong_penalty(torch.tensor([1]), max_length=4, buffer=0), "buffer=0, max_length=4"),
         (

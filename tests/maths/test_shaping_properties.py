@@ -11,7 +11,6 @@ from rolecall.maths.shaping import (
     missing_stop_penalty,
     overlong_penalty,
     place_scores,
-    place_turn_scores,
     shape_rewards,
     untrainable,
 )
@@ -48,11 +47,6 @@ def test_rubbish_where_nothing_counts_has_no_effect(case, data):
     assert rewards.equal(place_scores(scores, mask))
     (gradient,) = torch.autograd.grad(rewards.sum(), wild)
     assert gradient.equal(trains.double())
-    turns = torch.zeros_like(mask, dtype=torch.long)
-    rewards = place_turn_scores(wild[:, None], turns, mask)
-    assert rewards.equal(place_scores(scores, mask))
-    (gradient,) = torch.autograd.grad(rewards.sum(), wild)
-    assert gradient.equal(trains.double())
 
 
 @given(scored(), st.integers(1, 4))
@@ -72,20 +66,6 @@ def test_there_is_one_last_position_unless_the_row_is_untrainable(mask):
     assert not (last & ~mask).any()
     behind = last.cumsum(dim=1) - last.long()
     assert not (mask & (behind > 0)).any()
-
-
-@given(masks(), st.data())
-def test_no_turn_loses_its_score(mask, data):
-    count = data.draw(st.integers(1, 3))
-    size = mask.shape[1]
-    number = st.lists(st.integers(0, count - 1), min_size=size, max_size=size).map(sorted)
-    turns = torch.tensor(data.draw(st.lists(number, min_size=len(mask), max_size=len(mask))))
-    scores = torch.stack([data.draw(like(mask, per_row=True)) for _ in range(count)], dim=1)
-    rewards = place_turn_scores(scores, turns, mask)
-    torch.testing.assert_close(rewards.sum(dim=1), torch.where(untrainable(mask), 0, scores.sum(dim=1)), **CLOSE)
-    assert (rewards[~mask] == 0).all()
-    assert place_turn_scores(scores, padded(turns, 3), padded(mask, 3)).equal(padded(rewards, 3))
-    assert place_turn_scores(scores.flip(0), turns.flip(0), mask.flip(0)).equal(rewards.flip(0))
 
 
 @given(scored(), st.floats(0.1, 4))

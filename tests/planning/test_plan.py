@@ -54,6 +54,12 @@ def test_a_simulation_is_printed_and_drawn(model, capsys, tmp_path):
         (["--longest", "10"], "the longest answer has 10 tokens and the mean one 1024"),
         (["--sample_gpus", "8"], "sample_gpus is 0 or below gpus (8)"),
         (["--picture", "x.svg"], "give simulate too"),
+        (
+            ["--simulate", "--picture", "/nowhere/x.svg"],
+            "cannot be written to /nowhere/x.svg (No such file or directory)",
+        ),
+        (["--simulate", "--failures_per_day", "1e5"], "a worker fails every 0.864 s, so no step would end: give fewer"),
+        (["--price", "-1"], "price must be 0 or more, got -1"),
     ],
 )
 def test_bad_input_is_one_sentence(model, capsys, words, sentence):
@@ -65,8 +71,11 @@ def test_models_that_the_formulas_do_not_cover_are_refused(tmp_path, capsys):
     place = tmp_path / "config.json"
     for config, sentence in (
         ({**LLAMA, "num_experts": 8}, "is a mixture of experts (num_experts)"),
-        ({"hidden_size": 3}, "is not that of a dense decoder"),
-        ([1], "is no JSON object"),
+        ({"hidden_size": 3}, "is not that of a dense decoder: it has no num_attention_heads"),
+        ({**LLAMA, "num_attention_heads": 0}, "num_attention_heads is 0, not a number above 0"),
+        ({**LLAMA, "vocab_size": "many"}, "vocab_size is 'many', not a number above 0"),
+        ({**LLAMA, "hidden_size": 16}, "head_dim is 0, not a number above 0"),
+        ([1], "is not a JSON object"),
     ):
         place.write_text(json.dumps(config))
         assert main(["plan", str(place)]) == 2

@@ -20,11 +20,6 @@ from rolecall.train.timing import Timer
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
-
-
 @pytest.fixture(scope="module")
 def url():
     flags = "--enforce-eager --enable-lora --max-loras 2 --max-lora-rank 8"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_server import KEY, engine_on, post, vllm
+from vllm_server import engine_on, post, vllm
 
 import rolecall
 from rolecall.errors import UserError
@@ -32,11 +32,6 @@ ASKED = [
     Request(prompt_ids=tuple(range(60, 64 + i)), sampling=Sampling(max_new_tokens=16, stop_ids=()), n=4, prompt=i)
     for i in range(4)
 ]
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
 
 
 @pytest.fixture(scope="module")

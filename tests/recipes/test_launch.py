@@ -1,8 +1,11 @@
 """Processes that do not come together, or were not started as they should be: a sentence and an exit code, in time."""
 
 import socket
+import socketserver
 import sys
+import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -57,6 +60,25 @@ def test_a_port_that_something_else_uses_is_named_on_the_host_of_rank_0_and_give
         assert sentence(capfd.readouterr().err).startswith(
             f"this job cannot come together at 127.0.0.1:{port} within 1.5 s"
         )
+
+
+class Garbles(socketserver.BaseRequestHandler):
+    """Answers whatever it is asked with the same words."""
+
+    def handle(self):
+        with suppress(OSError):  # the other side goes away
+            while self.request.recv(1024):
+                self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+def test_an_address_where_something_else_answers_is_one_line_too(tmp_path, capfd):
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Garbles) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        given = {**ranks(2)[1], "MASTER_PORT": str(other.server_address[1])}
+        assert ended([forked(given, tmp_path, *SFT, *QUICK)]) == [75]
+        other.shutdown()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"rolecall sft: this job cannot come together at 127.0.0.1:{given['MASTER_PORT']}")
 
 
 @pytest.mark.parametrize(

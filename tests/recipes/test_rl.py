@@ -478,7 +478,7 @@ def learned(preset, seed, *, sign=1.0, steps=25):
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("preset", TASKS)
+@pytest.mark.parametrize("preset", [pytest.param(p, marks=[pytest.mark.slow] * (p == "alpacafarm-ppo")) for p in TASKS])
 def test_every_preset_raises_its_reward(preset, seed):
     before, after = learned(preset, seed)
     assert before < 0.25

@@ -48,7 +48,7 @@ def test_a_rank_that_is_gone_ends_a_sharded_run_with_75_and_it_goes_on_exactly(t
     ended([children[victim]])
     told = capfd.readouterr().err
     assert "Traceback" not in told
-    assert "the same command with --resume goes on" in told
+    assert "the same command with --resume continues" in told
     saved = sorted(path.name for path in (run / "checkpoints").glob("step-*") if "." not in path.name)
     steps = int(saved[-1].removeprefix("step-")) + 2
     processes(2, tmp_path, "sft", "--resume", "--out", "run", "--quiet", "--steps", str(steps))

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 from pyarrow.parquet import read_table
-from served import KEY, app_of, serving
+from served import app_of, serving
 
 import rolecall
 from rolecall.agents.frozen import FrozenEnvs, Voice
@@ -18,11 +18,6 @@ from rolecall.serving.app import App
 from rolecall.serving.http import HttpError
 from rolecall.tasks.env import Move
 from rolecall.types import Sampling
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
 
 
 class Passes(App):

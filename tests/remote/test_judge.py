@@ -11,14 +11,11 @@ from served import KEY, app_of, serving
 import rolecall
 from rolecall.errors import UserError
 from rolecall.remote.judge import Judge, JudgeSource
-from rolecall.rewards import Sample
+from rolecall.rewards import Sample, Scored
+from rolecall.rewards.joined import joined
+from rolecall.rewards.scoring import scorer
 from rolecall.serving.app import App
 from rolecall.serving.http import HttpError
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
 
 
 class Verdicts(App):
@@ -97,6 +94,34 @@ def test_a_slow_judge_is_asked_for_all_answers_at_once(app, source):
     assert all(s.total == 1.0 for s in judge.score([sample("a")] * 48))
     assert app.most > 24
     assert time.monotonic() - begun < 48 * 0.3 / 2
+    judge.close()
+
+
+class Length:
+    """Takes all answers together."""
+
+    names = ("length",)
+
+    def score(self, samples, *, state=None):
+        return [Scored(scores={"length": float(len(s.completion))}, total=float(len(samples))) for s in samples]
+
+    def take_metrics(self):
+        return {}
+
+
+def test_it_is_asked_about_answers_as_they_come_beside_a_reward_that_is_not(app, source):
+    judge = opened(source)
+    with scorer(joined([judge, Length()]), {}) as scoring:
+        scoring.add({1: sample("ae")})
+        until = time.monotonic() + 30
+        while not app.asked and time.monotonic() < until:
+            scoring.poll()
+            time.sleep(0.01)
+        assert app.asked == 1
+        scoring.add({0: sample("abc")})
+        found = scoring.finish()
+    assert [s.scores for s in found] == [{"judge": 1.0, "length": 3.0}, {"judge": 2.0, "length": 2.0}]
+    assert [s.total for s in found] == [3.0, 4.0]
     judge.close()
 
 

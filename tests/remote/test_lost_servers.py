@@ -17,11 +17,6 @@ from rolecall.serving.app import App
 from rolecall.serving.http import HttpError
 
 
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
-
-
 @pytest.fixture(scope="module")
 def healthy():
     with serving(app_of()) as url:

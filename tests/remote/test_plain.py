@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from served import KEY, app_of, serving
+from served import app_of, serving
 
 import rolecall
 from rolecall.config.preflight import check_paths
@@ -13,11 +13,6 @@ from rolecall.errors import UserError
 from rolecall.remote.plain import PlainServer, TextAnswer
 from rolecall.serving.app import App
 from rolecall.serving.http import HttpError
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
 
 
 class Busy(App):

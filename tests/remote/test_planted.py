@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from served import KEY, Options, app_of, requests, serving
+from served import Options, app_of, requests, serving
 
 import rolecall
 from rolecall.errors import UserError
@@ -17,11 +17,6 @@ from rolecall.serving.app import _UPDATE, App, read_published
 from rolecall.serving.dialect import read
 
 REWARD = f"{Path(__file__).parent / 'light_rewards.py'}:vowels"
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
 
 
 class Planted(App):
@@ -122,7 +117,7 @@ def moved(loaded, factor=1.1):
     ],
 )
 def test_a_server_that_takes_weights_wrongly_is_noticed_at_the_next_sync(kind, cause):
-    """It is loaded once more, then left out; the run goes on without it, and ends when it was the last."""
+    """It is loaded once more, then left out; the run continues without it, and ends when it was the last."""
     app, loaded = app_of(kind=kind), load("tiny")
     with contextlib.ExitStack() as stack:
         url, other = stack.enter_context(serving(app)), stack.enter_context(serving(app_of()))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from served import KEY, app_of, serving
+from served import app_of, serving
 
 import rolecall
 from rolecall.experience.updates import read_updates
@@ -25,11 +25,6 @@ SHORT = {
     "optim": {"lr": 1e-3},
     "quiet": True,
 }
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
 
 
 class Counting(App):

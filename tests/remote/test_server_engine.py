@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from served import KEY, Options, app_of, requests, serving
+from served import Options, app_of, requests, serving
 
 import rolecall
 from rolecall.jobs.models import sampler
@@ -25,11 +25,6 @@ SHORT = {
     "save": {"every": 1},
     "quiet": True,
 }
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
 
 
 @pytest.fixture(scope="module")

@@ -28,11 +28,6 @@ PLAIN = Request(prompt_ids=(72, 105), sampling=Sampling(max_new_tokens=3), n=2, 
 WORDS = ("a", "e", "i", "o", "t", "n", "s", "r", "1", "2", "3", "b", "c", "d")
 
 
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
-
-
 class Replay:
     """Answers what was written down, and refuses everything else. `change` alters what is said on a path."""
 

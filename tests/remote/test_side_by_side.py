@@ -5,7 +5,7 @@ import threading
 from contextlib import ExitStack
 
 import pytest
-from served import KEY, Options, app_of, requests, serving
+from served import Options, app_of, requests, serving
 from test_weight_sync import Noting, moved, with_adapter
 
 from rolecall.config.parts import EngineOptions
@@ -18,11 +18,6 @@ from rolecall.rollout.engine import weights_hash
 from rolecall.rollout.open import open_engine
 from rolecall.serving.app import _AS_SENT
 from rolecall.train.timing import Timer
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
 
 
 @pytest.fixture

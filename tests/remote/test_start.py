@@ -1,16 +1,20 @@
 """What is wrong with servers is one sentence at the start, before anything is sent to them."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
-from served import KEY, Options, app_of, serving
+from served import Options, app_of, serving
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 import rolecall
 from rolecall.config.parts import EngineOptions
 from rolecall.config.use import ServeOptions
 from rolecall.errors import UserError
 from rolecall.jobs.models import sampler
+from rolecall.jobs.serve import serve
 from rolecall.policy.load import load
 from rolecall.serving.app import App
 
@@ -56,7 +60,12 @@ def shortened(length):
 
 def renamed():
     """The same model with two tokens of its tokenizer exchanged."""
-    return app_of(about={"tokenizer": "another"})
+    loaded = load("tiny")
+    said = json.loads(loaded.tokenizer.backend_tokenizer.to_str())
+    vocabulary = said["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(said)))
+    return app_of(dataclasses.replace(loaded, tokenizer=other))
 
 
 def other_weights():
@@ -76,11 +85,6 @@ def other_weights():
     app = app_of(loaded, kind=Deaf)
     app.expected = app_of().engine.hash()
     return app
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +127,25 @@ def test_no_server_there(monkeypatch):
         sampler(load("tiny"), Options("http://127.0.0.1:9"))
 
 
-@pytest.mark.parametrize("given", [None, "another"])
+@pytest.mark.parametrize("given", [None, "", "another"])
 def test_a_wrong_key(monkeypatch, given):
     monkeypatch.delenv("ROLECALL_SERVER_KEY") if given is None else monkeypatch.setenv("ROLECALL_SERVER_KEY", given)
     with serving(app_of()) as url, pytest.raises(UserError, match="give the server's key in the environment variable"):
+        sampler(load("tiny"), Options(url))
+
+
+@pytest.mark.parametrize("given", ["clé", "two words", "a line\n"])
+def test_a_key_that_cannot_be_sent(monkeypatch, given):
+    monkeypatch.setenv("ROLECALL_SERVER_KEY", given)
+    with pytest.raises(UserError, match="ROLECALL_SERVER_KEY is not of ASCII without spaces"):
+        sampler(load("tiny"), Options("http://127.0.0.1:9"))
+    with pytest.raises(UserError, match="ROLECALL_SERVER_KEY is not of ASCII without spaces"):
+        serve(model="tiny", port=0)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://127.0.0.1:port"])
+def test_a_port_that_is_none(url):
+    with pytest.raises(UserError, match=f"{url} is no address: its port is a number up to 65535"):
         sampler(load("tiny"), Options(url))
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from served import KEY, app_of, serving
+from served import app_of, serving
 
 import rolecall
 from rolecall.cli import main
@@ -11,11 +11,6 @@ from rolecall.config.use import GenerateOptions
 from rolecall.errors import UserError
 from rolecall.serving.app import App
 from rolecall.serving.http import HttpError
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
 
 
 class Teacher(App):

@@ -38,11 +38,6 @@ SHORT = {
 }
 
 
-@pytest.fixture(autouse=True)
-def key(monkeypatch):
-    monkeypatch.setenv("ROLECALL_SERVER_KEY", KEY)
-
-
 @pytest.fixture(scope="module")
 def process():
     """A server in a process of its own; the last test to use it kills it."""

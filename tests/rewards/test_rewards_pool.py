@@ -74,7 +74,7 @@ def pools():
         ("recurse", "RecursionError"),
         ("nan", "it returned nan, which is not finite"),
         ("-inf", "it returned -inf, which is not finite"),
-        ("text", "it returned '1.0' (a str), which is no number"),
+        ("text", "it returned '1.0' (a str), which is not a number"),
         *((f"forge {body}", "") for body in ("count", "types", "huge", "deep", "binary", "list")),
     ],
 )

@@ -2,6 +2,7 @@
 
 import socket
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ OPTIONS = EngineOptions(workers=1, cluster="ray")
 
 def test_without_ray_the_command_that_installs_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=r"engine\.cluster ray needs Ray: pip install 'rolecall\[ray\]'"):
+    with pytest.raises(UserError, match=r"this needs Ray, which is not installed: pip install 'rolecall\[ray\]'"):
         ray_pool.RayPool(load("tiny"), OPTIONS, how=HOW, reads={})
 
 
@@ -35,6 +36,31 @@ def test_a_cluster_that_is_not_there_is_named_at_once():
     assert time.monotonic() - begun < 5
 
 
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_what_listens_and_is_no_ray_is_said(monkeypatch, said):
+    monkeypatch.setattr(ray_cluster, "_ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+
+        def answer():
+            talking, _ = other.accept()
+            talking.sendall(said)
+            ended.wait()
+            talking.close()
+
+        ended = threading.Event()
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            with pytest.raises(
+                UserError, match=r"no Ray cluster answers at .*\(it is not Ray that listens there, or it hangs\)"
+            ):
+                ray_cluster._check_reachable(address)
+        finally:
+            ended.set()
+            thread.join()
+
+
 def test_without_an_address_a_cluster_is_started_whatever_else_runs_here(monkeypatch):
     asked = {}
     fake = SimpleNamespace(is_initialized=lambda: False, init=lambda **how: asked.update(how))
@@ -48,6 +74,14 @@ def test_an_actor_that_ray_ended_for_memory_is_said_so():
     kind = type("OutOfMemoryError", (Exception,), {})
     assert ray_cluster.in_words(kind("many\nlines")) == "its machine ran out of memory, so Ray ended it"
     assert ray_cluster.in_words(ValueError("first\nlast")) == "last"
+
+
+def test_a_machine_without_rolecall_is_said():
+    with pytest.raises(
+        UserError, match=r"a machine of the Ray cluster has no rolecall, .*: install the same on all machines"
+    ):
+        ray_cluster.refuse_missing(RuntimeError("failed to unpickle\nModuleNotFoundError: No module named 'rolecall'"))
+    ray_cluster.refuse_missing(RuntimeError("No module named 'ray'"))
 
 
 class Full(Exception):

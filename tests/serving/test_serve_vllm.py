@@ -87,7 +87,7 @@ def test_options_that_do_not_fit():
         ServeOptions(model="tiny", vllm_args="--seed 3")
     with pytest.raises(ValueError, match=r"engine\.name is about our own engine"):
         ServeOptions(model="tiny", vllm=True, engine=EngineOptions(name="hf"))
-    with pytest.raises(UserError, match="is no file"):
+    with pytest.raises(UserError, match="is not a file"):
         vllm_python("/nowhere/python")
 
 

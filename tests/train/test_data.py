@@ -60,8 +60,8 @@ def test_rows_of_another_kind_are_refused_and_other_rows_are_told(caplog):
     order_of(ROWS, seed=6).load_state_dict(table.state_dict())
     order_of(Stream(ROWS[::-1]), seed=0).load_state_dict(stream.state_dict())
     said = [
-        "with 7 rows in the order of seed 5; there are 5 in that of seed 5 now, so the run goes on from row 4 of a new",
-        "with 7 rows in the order of seed 5; there are 7 in that of seed 6 now, so the run goes on from row 2 of a new",
+        "with 7 rows in the order of seed 5; there are 5 in that of seed 5 now, so the run continues from row 4 of a new",
+        "with 7 rows in the order of seed 5; there are 7 in that of seed 6 now, so the run continues from row 2 of a new",
         "the stream gives another row 1 than when the checkpoint was written",
     ]
     assert [part in message for part, message in zip(said, caplog.messages, strict=True)] == [True] * 3

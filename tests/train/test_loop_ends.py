@@ -207,7 +207,7 @@ def test_ranks_without_callbacks_end_with_the_first_one(tmp_path):
     [
         (print, "must be a list"),
         ([Notes], "give Notes()"),
-        ([type("Hugging", (), {"on_step_end": print})()], "has on_step_end, which is no moment"),
+        ([type("Hugging", (), {"on_step_end": print})()], "has on_step_end, which is not a moment"),
         ([3], "3 cannot be a callback"),
     ],
 )

@@ -94,7 +94,7 @@ def test_a_forked_worker_dies_of_the_signal_as_usual(run):
     else:
         os.kill(process.child, signal.SIGKILL)
         raise AssertionError("the worker did not die")
-    assert process.poll() is None, "and the run goes on"
+    assert process.poll() is None, "and the run continues"
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=20) == 130, "until it is asked itself"
 

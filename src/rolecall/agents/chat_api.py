@@ -48,6 +48,8 @@ class _Common:
             raise HttpError(
                 400, f"n is {self.n}, and a call has one answer here: leave n out and call again for another"
             )
+        if "" in self.stops:
+            raise HttpError(400, "stop has an empty text, which would end every answer: leave it out")
         neutral: dict[str, float] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         for name, off in neutral.items():
             given, own = getattr(self, name), getattr(sampling, name)

@@ -89,7 +89,7 @@ def by_policy(
 
 
 def by_server(server: PlainServer, sampling: Sampling, *, seed: int) -> Distil:
-    """Another model, by OpenAI's API. A step in which it cannot be asked has no lessons, and the run goes on."""
+    """Another model, by OpenAI's API. A step in which it cannot be asked has no lessons, and the run continues."""
     how = replace(sampling, temperature=0.0, top_p=None, top_k=None, min_p=None)
 
     def distil(attempts: Sequence[Attempt], step: int) -> list[str | None]:

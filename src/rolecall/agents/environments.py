@@ -71,7 +71,9 @@ def as_factory(found: Any, *, trl: bool = False, name: str = "") -> Factory:
     """What makes environments of a class or function given in Python."""
     name = name or getattr(found, "__name__", repr(found))
     if not callable(found):
-        raise EnvError(f"environment {name}: a {type(found).__name__} is no class or function that makes environments")
+        raise EnvError(
+            f"environment {name}: a {type(found).__name__} is not a class or function that makes environments"
+        )
     if trl or (isinstance(found, type) and not hasattr(found, "step")):
         return partial(TRLEnv, found)
     return found

@@ -1,7 +1,7 @@
 """Experience from episodes of several turns, and how good a policy is at them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +23,8 @@ from rolecall.errors import UserError
 from rolecall.policy.load import LoadedModel
 from rolecall.recipes.collect import Collected, RowsCollector
 from rolecall.recipes.evaluate import EVALUATION_STEP, Evaluation, HeldOut, kl_to
-from rolecall.rewards.pool import RewardPool
 from rolecall.rewards.records import Reward, Sample, Scored
+from rolecall.rewards.scoring import scorer
 from rolecall.rollout.engine import Engine
 from rolecall.tasks.rows import Rows
 from rolecall.train.ranks import Ranks
@@ -38,11 +38,9 @@ class EnvOnly:
     names: tuple[str, ...] = ()
 
     def score(self, samples: Sequence[Sample], *, state: Mapping[str, Any] | None = None) -> list[Scored]:
-        """Nothing to add."""
         return [Scored(scores={}, total=None) for _ in samples]
 
     def take_metrics(self) -> dict[str, float]:
-        """Nothing to tell."""
         return {}
 
 
@@ -78,7 +76,6 @@ class Arena:
 
     @property
     def players(self) -> tuple[str, ...]:
-        """Who plays."""
         return self.player.players
 
     def play(
@@ -124,25 +121,20 @@ class Arena:
         **lessons: Any,
     ) -> tuple[list[Played], list[Side]]:
         """Episodes (`play`, which takes `lessons`), and what each player who had a turn did, and its score. `state` is what rewards see as
-        `trainer_state`. Functions that take one answer are called as episodes end, those that take all when all are over."""
+        `trainer_state`. Functions that take one answer are called and judges asked as episodes end; functions that take all,
+        and models, when all are over."""
         places = {(prompt, k): i * n + k for i, prompt in enumerate(rows) for k in range(n)}
-        with ExitStack() as stack:
-            scoring = stack.enter_context(self.reward.scoring(state)) if isinstance(self.reward, RewardPool) else None
+        with scorer(self.reward, state) as scoring:
 
             def ended(episode: Played) -> None:
                 place = places[episode.wanted.prompt, episode.wanted.sample] * len(self.players)
-                if scoring is not None:
-                    scoring.add({place + self.players.index(p): _sample(e, p) for e, p in _whole([episode])})
+                scoring.add({place + self.players.index(p): _sample(e, p) for e, p in _whole([episode])})
 
-            self.player.ended, self.player.between = ended, _nothing if scoring is None else scoring.poll
+            self.player.ended, self.player.between = ended, scoring.poll
             with phase("generate"):
                 episodes = self.play(rows, sampling, n=n, seed=seed, step=step, groups=groups, **lessons)
             with phase("reward"):
-                if scoring is not None:
-                    told = scoring.finish()
-                else:
-                    told = self.reward.score([_sample(*side) for side in _whole(episodes)], state=state)
-                return episodes, self._sides(episodes, told, groups)
+                return episodes, self._sides(episodes, scoring.finish(), groups)
 
     def _sides(
         self, episodes: Sequence[Played], by_functions: Sequence[Scored], groups: Mapping[int, int]
@@ -162,6 +154,8 @@ class Arena:
                     scored = with_env(episode.rewards.get(player), told[id(episode), player])
                 if read := episode.lessons.get(player):
                     scored = replace(scored, extras={**scored.extras, "lessons": list(read)})
+                if len(episode.began) > 1:
+                    scored = replace(scored, extras={**scored.extras, "began": list(episode.began)})
                 named = [replace(t, scores=dict(scored.scores)) for t in trajectories]
                 found.append(Side(player=player, episode=episode, trajectories=named, scored=scored))
         return found
@@ -244,7 +238,6 @@ class Episodes(RowsCollector):
         return super().state_dict() | lessons
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         super().load_state_dict(state)
         if self.lessons is not None:
             self.lessons.pool.load_state_dict(state.get("lessons"))
@@ -315,10 +308,6 @@ class EpisodeEvaluator(HeldOut):
             each = iter(kl_to(self.reference, trajectories, temperature=self.sampling.scoring_temperature).tolist())
             results = [result_of(side, kl=[next(each) for _ in side.trajectories]) for side in sides]
         return ended_everywhere(ended_here(episodes, list(zip(sides, results, strict=True))), self.ranks)
-
-
-def _nothing() -> None:
-    """There is nothing to do between turns."""
 
 
 def _whole(episodes: Sequence[Played]) -> list[tuple[Played, str]]:

@@ -58,6 +58,8 @@ class Session:
     counts: dict[str, float] = field(default_factory=dict)
     finish: Finish | None = None
     """The limit that it ran into."""
+    refused: Finish | None = None
+    """The limit that the last call ran into; None: it was answered."""
     refusal: str | None = None
     """Why a call was last refused."""
     over: bool = False
@@ -112,7 +114,6 @@ class Gateway:
         return self._loop.is_closed()
 
     def close(self) -> None:
-        """Stop listening."""
         if self.closed:
             return
         self._do(self._stop())
@@ -282,7 +283,7 @@ class Gateway:
             request=request,
         )
         session.transcript.answer(call, completion, answer.api)
-        session.since = monotonic()
+        session.since, session.refused = monotonic(), None
         session.count("turns")
         if answer.bad_calls:
             session.count("bad_tool_calls", answer.bad_calls)
@@ -295,7 +296,7 @@ class Gateway:
     def _ask(self, session: Session, body: ChatBody | CompletionBody, tools: list[dict[str, Any]]) -> Call:
         """What the policy reads; nothing is drawn yet."""
         if session.counts.get("turns", 0) + len(session.tasks) > self.options.max_turns:
-            session.finish = Finish.MAX_TURNS
+            session.finish = session.refused = Finish.MAX_TURNS
             raise HttpError(400, f"the episode has had its {self.options.max_turns} turns (agent.max_turns)")
         dialect = session.dialect
         try:
@@ -315,10 +316,11 @@ class Gateway:
         if o.max_tokens is not None:
             room = min(room, o.max_tokens - session.transcript.policy_tokens)
             if room < 1:
-                session.finish = Finish.LENGTH
+                session.finish = session.refused = Finish.LENGTH
                 raise HttpError(400, f"the episode has had its {o.max_tokens} tokens (agent.max_tokens)")
         room = min(room, self.limit - len(call.ids))
         if room < 1:
+            session.refused = Finish.LENGTH
             session.count("too_long")
             raise HttpError(
                 400,

@@ -118,7 +118,6 @@ class LessonPool:
         return {"retired": held.id, "why": why, "uses": held.uses, "mean_gain": held.mean_gain}
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it."""
         held = [{name: value for name, value in asdict(h).items() if name != "words"} for h in self._held]
         return {"next": self._next, "held": held}
 

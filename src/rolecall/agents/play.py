@@ -108,7 +108,6 @@ class Player:
 
     @property
     def players(self) -> tuple[str, ...]:
-        """Who plays."""
         return self.envs.players
 
     def play(self, wanted: Sequence[Wanted], sampling: Sampling, *, seed: int, step: int) -> list[Played]:

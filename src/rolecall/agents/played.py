@@ -102,6 +102,8 @@ class Played:
     """Which lessons each player read."""
     turns: dict[str, list[PlayedTurn]] = field(default_factory=dict)
     """Each player's turns, where an environment answers them."""
+    began: Sequence[str | None] = ()
+    """Why each sample of a program's began; None: it is the first."""
 
     def count(self, name: str, value: float = 1.0) -> None:
         """Add to a count."""

@@ -13,11 +13,13 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rolecall.errors import UserError, out_of_range
@@ -54,7 +56,8 @@ def open_worker(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Answer]:
         what = f"agent {name!r}"
         run = load_object(*split_name(source, what=what, error=ProgramError), what=what, error=ProgramError)
     _check(run, name)
-    port = _relay(setup["socket"])
+    _adopt()
+    port, relay = _relay(setup["socket"])
 
     def answer(job: Mapping[str, Any], send: Send) -> None:
         if "states" in job:
@@ -63,7 +66,11 @@ def open_worker(setup: Mapping[str, Any]) -> tuple[dict[str, Any], Answer]:
             except Exception as error:  # the group's failure, not the worker's
                 send(described(error) | {"done": True})
             return
-        _Programs(run, port, job, send).play()
+        try:
+            _Programs(run, port, job, send).play()
+        finally:
+            _end_left(but=relay)
+        send({"done": True})
 
     return {"port": port, "grouped": bool(getattr(run, "grouped", False))}, answer
 
@@ -136,7 +143,6 @@ class _Programs:
         finally:
             for at in list(self._running):
                 self._bury(at)
-        self._send({"done": True})
 
     def _begin(self, episode: dict[str, Any]) -> None:
         url = f"http://127.0.0.1:{self._port}{episode['path']}"
@@ -172,11 +178,9 @@ class _Programs:
             return
         _read(running)
         self._bury(at, reaped=True)
-        with suppress(ValueError):
-            said = json.loads(bytes(running.written))
-            if isinstance(said, dict):
-                self._send({**said, "at": at})
-                return
+        with suppress(ValueError, TypeError, LookupError, RecursionError):  # it may have written anything there itself
+            self._send({**_said(json.loads(bytes(running.written))), "at": at})
+            return
         code = os.waitstatus_to_exitcode(status)
         how = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"
         self._send({"at": at, "error": f"its process ended with {how}"})
@@ -192,6 +196,14 @@ class _Programs:
             with suppress(ChildProcessError):
                 os.waitpid(running.pid, 0)
         os.close(running.result)
+
+
+def _said(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What a program's process says of it, and nothing that would be about the worker."""
+    if "error" in found:
+        return {"error": str(found["error"]), "raised": True}
+    reward = found["reward"]
+    return {"reward": None if reward is None else float(reward), "result": dict(found["result"])}
 
 
 def _read(running: _Running) -> None:
@@ -259,8 +271,33 @@ def _plain(value: Any) -> bool:
     return True
 
 
-def _relay(path: str) -> int:
-    """Start what passes connections on to the trainer's endpoint; the port it listens on."""
+def _adopt() -> None:
+    """Become the parent of whatever programs leave behind."""
+    import ctypes
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def _end_left(*, but: int) -> None:
+    """End what programs have left behind in sessions of its own, when no program runs any more."""
+    for _ in range(1000):  # what they start meanwhile becomes this process's child in turn
+        left = [pid for pid in _children() if pid != but]
+        for pid in left:
+            with suppress(ProcessLookupError, ChildProcessError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        if not left:
+            return
+
+
+def _children() -> list[int]:
+    paths = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for path in paths for pid in path.read_text().split()]
+
+
+def _relay(path: str) -> tuple[int, int]:
+    """Start what passes connections on to the trainer's endpoint: the port it listens on, and its process."""
     listener = socket.socket()
     try:
         listener.bind(("127.0.0.1", 0))
@@ -270,7 +307,8 @@ def _relay(path: str) -> int:
         ) from error
     listener.listen(256)
     port: int = listener.getsockname()[1]
-    if not os.fork():
+    pid = os.fork()
+    if not pid:
         try:
             os.dup2(listener.fileno(), 3)
             os.closerange(4, 1 << 16)
@@ -278,7 +316,7 @@ def _relay(path: str) -> int:
         finally:
             os._exit(0)
     listener.close()
-    return port
+    return port, pid
 
 
 async def _pass_on(listener: socket.socket, path: str) -> None:

@@ -64,6 +64,11 @@ class Returned:
     result: Mapping[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Raised(Failure):
+    """A program that ended by itself, with an error."""
+
+
 @dataclass(slots=True, eq=False)
 class _Job:
     """The episodes that a worker runs."""
@@ -81,13 +86,14 @@ class Programs(WorkerPool):
 
     def __init__(self, source: str | Program, options: AgentOptions) -> None:
         name = source if isinstance(source, str) else source.name
+        packed = _packed(source, name)
         self.options = options
         self._directory = Path(tempfile.mkdtemp(prefix="rolecall-gateway-"))
         self.socket = self._directory / "socket"
         self.gateway: Gateway | None = None
         super().__init__(
             "rolecall.agents.program_worker",
-            [{"name": name, "source": _packed(source, name), "socket": str(self.socket)}] * options.workers,
+            [{"name": name, "source": packed, "socket": str(self.socket)}] * options.workers,
             what=f"agent {name}",
             error=EnvError,
             deadline_s=_SILENCE_S,
@@ -209,10 +215,9 @@ def _note(
         return
     job.left.discard(at)
     if "error" in said:
-        ended(at, Failure(reason=str(said["error"])))
+        ended(at, (Raised if "raised" in said else Failure)(reason=str(said["error"])))
     else:
-        reward = said["reward"]
-        ended(at, Returned(reward=None if reward is None else float(reward), result=dict(said["result"])))
+        ended(at, Returned(reward=said["reward"], result=said["result"]))
 
 
 def _packed(source: str | Program, name: str) -> str | bytes | list[str]:
@@ -228,7 +233,7 @@ def _packed(source: str | Program, name: str) -> str | bytes | list[str]:
     try:
         words = shlex.split(source)
     except ValueError as error:
-        raise EnvError(f"{what} is no command: {error}") from error
+        raise EnvError(f"{what} is not a command: {error}") from error
     if not words or shutil.which(words[0]) is None:
         raise EnvError(
             f"{what} is neither file.py:function nor a command: there is no program {words[0] if words else ''!r} to start"
@@ -340,6 +345,10 @@ def _request(wanted: Wanted, drawn: Drawn, number: int, ids: tuple[int, ...], sa
 def _played(wanted: Wanted, session: Session, how: Returned | Failure, version: int) -> Played:
     transcript = session.transcript
     played = Played(wanted=wanted, sides={SOLO: transcript}, speaker=SOLO, counts=session.counts, version=version)
+    played.began = transcript.whys
+    if isinstance(how, Raised) and session.refused is not None and transcript.samples:
+        played.finish = session.refused  # most programs end with the error of the call that a limit refused
+        return played
     if isinstance(how, Failure):
         played.finish = Finish.ABORT if how.reason else Finish.TIMEOUT
         played.failure = how.reason or None

@@ -66,7 +66,7 @@ def next_reply(env: Any, message: Message) -> Reply:
     if isinstance(found, Step):
         context = None if found.context is None else _messages(found.context, where, "context")
         if context == []:
-            raise BadReply(f"{where} returned a context without messages; leave it out to go on with the conversation")
+            raise BadReply(f"{where} returned a context without messages; leave it out to continue the conversation")
         found = Move(
             speaker=SOLO,
             messages={SOLO: found.messages},
@@ -142,7 +142,7 @@ def _number(value: Any, where: str, what: str) -> float:
         if (why := out_of_range(found)) is None:
             return found
         raise BadReply(f"{where} returned the {what} {found}, which {why}")
-    raise BadReply(f"{where} returned {_short(value)} as {what}, which is no number")
+    raise BadReply(f"{where} returned {_short(value)} as {what}, which is not a number")
 
 
 def _counts(counts: Mapping[str, Any], where: str) -> dict[str, float]:

@@ -87,7 +87,7 @@ class TextWorldEnv:
         place = Path(tempfile.gettempdir()) / f"rolecall-textworld-{os.getuid()}"
         place.mkdir(mode=0o700, exist_ok=True)
         if place.stat().st_uid != os.getuid():
-            raise EnvError(f"{place}, where games are kept, belongs to somebody else: set TMPDIR")
+            raise EnvError(f"{place}, where games are kept, belongs to another user: set TMPDIR")
         if not (made := place / f"{name}.z8").is_file():
             options = textworld.GameOptions()
             options.seeds = Random(seed).randrange(2**31)

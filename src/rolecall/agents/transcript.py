@@ -56,6 +56,8 @@ class _Line:
     """The keys of the call that is being answered."""
     offset: int = 0
     """Of its random numbers."""
+    why: Why | None = None
+    """Why it began; None: it is the episode's first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +87,16 @@ class Transcript:
     def samples(self) -> list[TokenSample]:
         """Those with an answer, in the order they began."""
         return [sample for line in self._lines for sample in line.conversation.samples]
+
+    @property
+    def whys(self) -> list[Why | None]:
+        """Of each of the samples, why it began."""
+        return [
+            line.why if first else "template_rewrites"
+            for line in self._lines
+            for first in (True, *[False] * (len(line.conversation.samples) - 1))
+            if line.conversation.samples
+        ]
 
     @property
     def messages(self) -> list[Message]:
@@ -125,10 +137,10 @@ class Transcript:
         """A new sample."""
         ids = made.conversation.prompt()
         first = not self._lines
-        made.offset = 0 if first else self._offset(ids)
+        made.offset, made.why = (0, None) if first else (self._offset(ids), why)
         made.asked = [message.key for message in messages]
         self._lines.append(made)
-        return Call(made, messages, ids, self._number(made), None if first else why)
+        return Call(made, messages, ids, self._number(made), made.why)
 
     def answer(self, call: Call, completion: Completion, said: ApiMessage) -> None:
         """The policy's answer to a call, and how it was given to the program."""
@@ -160,7 +172,9 @@ class Transcript:
         return best
 
     def _go_on(self, line: _Line, messages: Sequence[ApiMessage]) -> Call:
-        undo = _Line(line.conversation.copy(), line.tools, list(line.held), dict(line.places), offset=line.offset)
+        undo = _Line(
+            line.conversation.copy(), line.tools, list(line.held), dict(line.places), offset=line.offset, why=line.why
+        )
         cuts = line.conversation.cuts
         try:
             line.conversation.hear([m.message for m in messages[len(line.held) :]])

@@ -135,7 +135,10 @@ def _loaded(name: str) -> Any:
             f"environments named {PREFIX}… need the package verifiers: pip install 'rolecall[verifiers]'"
         ) from error
     if not hasattr(verifiers, "load_environment"):
-        raise EnvError(f"{PREFIX}… needs verifiers 0.1, this is {verifiers.__version__}, which has no load_environment")
+        raise EnvError(
+            f"{PREFIX}… needs verifiers 0.1.10 to 0.3, this is {verifiers.__version__}, which has no load_environment: "
+            "pip install 'rolecall[verifiers]'"
+        )
     import datasets  # which verifiers needs
 
     datasets.disable_progress_bars()

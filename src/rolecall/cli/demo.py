@@ -65,7 +65,7 @@ def _next(console: Console, made: Demo) -> None:
     start, grpo = quote(str(made.start.path)), quote(str(made.grpo.path))
     lines = [
         "",
-        f"The four runs lie in {made.path} and took {duration(made.seconds)} in all. To look at them, open",
+        f"The four runs are in {made.path} and took {duration(made.seconds)} in all. To look at them, open",
         f"  {made.report}",
         "Next, try:",
         f'  rolecall generate --model {grpo} --prompt "sort 91372=" --show tokens',

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from rolecall.config.planning import PlanOptions
+from rolecall.errors import UserError
 from rolecall.planning.picture import bar, svg
 
 
@@ -63,5 +64,9 @@ def _show(options: PlanOptions, rows: list) -> None:
         name = f"{row.workers} workers, {row.mode}"
         print(f"  {name:22} {row.seconds:8.3g} s  {bar(row.sampling, row.lost)}")
     if options.picture is not None:
-        Path(options.picture).expanduser().write_text(svg(rows))
+        try:
+            Path(options.picture).expanduser().write_text(svg(rows))
+        except OSError as error:
+            why = f"the picture cannot be written to {options.picture} ({error.strerror}): give another file"
+            raise UserError(why) from error
         print(f"picture: {options.picture}")

@@ -136,7 +136,7 @@ def propose(options: ProposeOptions) -> None:
         return
     for why, count in made.dropped.items():
         print(f"{count:6} dropped: {why}")
-    print(f"{made.made:6} new rows, beside {made.given} given ones: {made.path}")
+    print(f"{made.made:6} new rows, plus {made.given} given ones: {made.path}")
 
 
 def conformance(options: ConformanceOptions) -> int:

@@ -41,7 +41,6 @@ class Bars:
         self._phase_begun = 0.0
 
     def begin(self, title: str, *, start: int, steps: int) -> None:
-        """Name the run and show its bar."""
         self._rate.begin(start=start, steps=steps)
         self.say(f"{title}: steps {start + 1} to {steps}")
         self._run = self._bars.add_task("step", total=steps, completed=start, count=f"{start}/{steps}")
@@ -57,7 +56,6 @@ class Bars:
         self._phase = self._bars.add_task(name, total=None, count="")
 
     def advance(self, done: int, total: int, unit: str) -> None:
-        """Move the phase's bar."""
         if self._phase is None:
             return
         rate = done / max(1e-9, time.monotonic() - self._phase_begun)
@@ -65,7 +63,6 @@ class Bars:
         self._bars.update(self._phase, completed=done, total=total, count=count)
 
     def step(self, step: int, metrics: Mapping[str, float], sentence: str) -> None:
-        """Move the run's bar; the step's line stands above it."""
         line, now = self._rate.line(step, sentence), time.monotonic()
         if self._run is not None:
             self._bars.update(self._run, completed=step, count=f"{step}/{self._rate.steps}")
@@ -74,11 +71,9 @@ class Bars:
             self._bars.console.print(Text(line, style="dim"), no_wrap=True, overflow="ellipsis")
 
     def say(self, text: str) -> None:
-        """A line above the bars, broken between words where the terminal is narrower."""
         self._bars.console.print(Text(text))
 
     def end(self) -> None:
-        """Leave the run's bar as it is."""
         if self._phase is not None:
             self._bars.remove_task(self._phase)
         self._bars.stop()

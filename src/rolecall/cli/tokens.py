@@ -253,7 +253,7 @@ def _side_tokens(side: Conversation) -> Iterator[str]:
     """A line per token. Only the policy's own have a log-prob, and only they train."""
     for number, (t, texts) in enumerate(zip(side.trajectories, side.tokens, strict=True)):
         if number:
-            yield f"... the context was cut; sample {number + 1} goes on"
+            yield f"... the context was cut; sample {number + 1} continues"
         yield "   pos  author      role         log-prob      id  token"
         rows = zip(_authors(t), _roles(t), _logprobs(t), t.ids, texts, strict=True)
         for position, (author, role, logprob, token, text) in enumerate(rows):

@@ -35,7 +35,7 @@ class AgentOptions:
     network: bool = False
     """Let those environments and their tools use the network."""
     variables: tuple[str, ...] = ()
-    """Environment variables that those environments see beside the usual ones (PATH, HOME, caches, thread counts)."""
+    """Environment variables that those environments see in addition to the usual ones (PATH, HOME, caches, thread counts)."""
     cluster: Literal["none", "ray"] = "none"
     """`ray`: the workers of those environments run on the machines of a Ray cluster (docs/cluster.md)."""
     frozen: tuple[str, ...] = ()

@@ -15,9 +15,9 @@ class AlgorithmOptions:
     """What is optimised."""
 
     name: Literal["grpo", "rloo", "opo", "remax", "reinforce", "reinforce++", "reinforce++-baseline", "ppo"] = "grpo"
-    """How advantages are made of scores (docs/algorithms)."""
+    """How scores become advantages (docs/algorithms)."""
     loss: Literal["auto", "clip", "gspo", "cispo", "reinforce"] = "auto"
-    """What is made of them: PPO's clipped ratio, one clipped ratio per answer, clipped weights, or plain log-probs
+    """The loss they go into: PPO's clipped ratio, one clipped ratio per answer, clipped weights, or plain log-probs
     without a ratio. `auto`: reinforce for reinforce, else clip."""
     scale: Literal["group", "batch", "none"] = "group"
     """grpo: what centred scores are divided by."""
@@ -57,7 +57,7 @@ class AlgorithmOptions:
     kl_coef: float = 0.0
     """Weight of the KL to the reference; 0 needs no reference."""
     kl_kind: Literal["auto", "k1", "clamp", "k2", "k3", "abs", "exact"] = "auto"
-    """The KL estimate; `exact` is no estimate but the KL over the whole vocabulary, for one more product with the head.
+    """The KL estimate; `exact` is not an estimate but the KL over the whole vocabulary, for one more product with the head.
     In the reward only k1, and `clamp`, its one-sided form, pull towards the reference. `auto`: k1 in the reward, k3 in
     the loss."""
     kl_in: Literal["loss", "reward"] = "loss"

@@ -11,7 +11,7 @@ class ReplayOptions:
     share: float = 0.0
     """Replayed groups / all groups of a step, below 1. They come on top of the fresh ones. 0 is no replay."""
     replace_flat: bool = False
-    """Also put a replayed group in the place of every fresh one whose answers all scored the same."""
+    """Also replace every fresh group whose answers all scored the same by a replayed one."""
     mode: Literal["clipped", "shaped", "observe"] = "clipped"
     """clipped: PPO's loss with a wider upper clip. shaped: -A w / (w + offset). observe: scored and reported, not trained."""
     sampler: Literal["recent", "highest", "max_variance", "difficulty", "version_decay", "random"] = "recent"
@@ -105,7 +105,7 @@ class StoreOptions:
     """Copy every step's rollouts to this address as well: s3://bucket/name, gs://…, sftp://…, or whatever fsspec knows
     (docs/files.md). `--from` and `rescore` read them there."""
     merge: int = 1
-    """Put the rollouts of so many steps into one file there, once all are there."""
+    """Merge the rollouts of this many steps into one file there, once all of them have arrived."""
     keep: int = 0
     """Steps whose rollouts stay there; 0: all."""
 

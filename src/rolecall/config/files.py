@@ -20,7 +20,7 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` stands twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` appears twice", key_node.start_mark)
             if isinstance(key, Hashable):
                 seen.add(key)
         return super().construct_mapping(node, deep=deep)

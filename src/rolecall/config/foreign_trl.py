@@ -29,7 +29,7 @@ def _prompts(value: Any, given: Settings) -> Settings:
         )
     answers, samples = _answers(given), _whole(given["num_generations"])
     if samples < 1 or answers % samples:
-        raise Differs(f"{answers} answers per rollout are no multiple of num_generations {samples}; give `prompts`")
+        raise Differs(f"{answers} answers per rollout are not a multiple of num_generations {samples}; give `prompts`")
     return {"prompts": answers // samples}
 
 
@@ -49,7 +49,7 @@ def _accumulation(value: Any, given: Settings) -> Settings:
 def _minibatches(value: Any, given: Settings) -> Settings:
     each = _whole(given.get("gradient_accumulation_steps", 1))
     if each < 1 or _whole(value) % each:
-        raise Differs(f"{value} is no multiple of gradient_accumulation_steps {each}; give `algorithm.minibatches`")
+        raise Differs(f"{value} is not a multiple of gradient_accumulation_steps {each}; give `algorithm.minibatches`")
     return {"algorithm.minibatches": _whole(value) // each}
 
 
@@ -131,7 +131,7 @@ TRAINER = (
     differs(
         "resume_from_checkpoint",
         ["out", "resume"],
-        "`resume` takes its place and goes on with the run in `out` from its last good checkpoint",
+        "`resume` takes its place and continues the run in `out` from its last good checkpoint",
     ),
     differs(
         "model_init_kwargs",
@@ -178,7 +178,7 @@ TRL = (
     differs(
         "num_generations_eval",
         ["eval.samples"],
-        "`eval.samples` takes its place, beside a greedy answer to each row, which TRL does not ask for",
+        "`eval.samples` takes its place, in addition to a greedy answer to each row, which TRL does not ask for",
         off=(),
     ),
     made("generation_batch_size", ("prompts",), _prompts, learned=True),

@@ -56,7 +56,7 @@ def _minibatches(value: Any, given: Settings) -> Settings:
             "data.train_batch_size beside it, or `algorithm.minibatches`"
         )
     if each < 1 or int(whole) % each:
-        raise Differs(f"data.train_batch_size {whole} is no multiple of it ({each}); give `algorithm.minibatches`")
+        raise Differs(f"data.train_batch_size {whole} is not a multiple of it ({each}); give `algorithm.minibatches`")
     return {"algorithm.minibatches": int(whole) // each}
 
 
@@ -205,7 +205,7 @@ VERL = (
     differs(
         "rollout.val_kwargs.n",
         ["eval.samples"],
-        "`eval.samples` takes its place, at the temperature of training and beside a greedy answer to each row",
+        "`eval.samples` takes its place, at the temperature of training and in addition to a greedy answer to each row",
         off=(1,),
     ),
     made("rollout.multi_turn.max_assistant_turns", ("agent.max_turns",), lambda v, _: {"agent.max_turns": v}),

@@ -15,7 +15,7 @@ class NetworkOptions:
     recurrent: bool = False
     """A GRU that remembers the episode, for agents that see only a part of the world."""
     share: bool = True
-    """One network for all agents, told which of them it is; off, one for each."""
+    """One network for all agents, which is given the agent's number; off: a network for each."""
     last_action: bool = False
     """Agents also see what they did last."""
 
@@ -232,7 +232,7 @@ class MARLOptions(RunOptions):
     network: bool = False
     """With workers: let environments use the network."""
     variables: tuple[str, ...] = ()
-    """With workers: environment variables that environments see beside the usual ones (PATH, HOME, thread counts)."""
+    """With workers: environment variables that environments see in addition to the usual ones (PATH, HOME, thread counts)."""
     agent: NetworkOptions = field(default_factory=NetworkOptions)
     q: QOptions = field(default_factory=QOptions)
     ppo: PPOOptions = field(default_factory=PPOOptions)

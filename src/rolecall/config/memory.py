@@ -68,7 +68,7 @@ def memory_line(options: Any, *, reference: bool = False, critic: bool = False, 
     said = ", ".join(f"{name} {_shown(held)}" for name, held in parts.items())
     whole = f"memory of each process, about: {said}; {_shown(sum(parts.values()))} in all"
     copy = shape.parameters * _BYTES[options.engine.dtype or options.policy.dtype] if sampler else 0
-    return whole + (f", beside {_shown(copy)} of the sampler's weights" if sampler else "")
+    return whole + (f", plus {_shown(copy)} of the sampler's weights" if sampler else "")
 
 
 def _parts(options: Any, shape: Shape, *, reference: bool, critic: bool) -> dict[str, float]:
@@ -88,13 +88,16 @@ def _parts(options: Any, shape: Shape, *, reference: bool, critic: bool) -> dict
         kept += tokens * shape.width * working * shape.layers
     else:
         kept *= shape.layers
+    # Two layers; embedding and output layer are gathered with the whole, and their gradients are whole before they are spread.
+    outside = shape.parameters - shape.layers * shape.layer
+    gathered = (2 * shape.layer + outside * (1 if lora else 2)) * working
     parts = {
         "weights": (weights + (shape.parameters * each if critic else 0)) / share,
         "gradients": moved * each / share,
         "optimiser": 2 * moved * each / share,
         "reference": (shape.parameters * each if reference and not lora else 0) / share,
         "reward model": 4 * _reward_parameters(options) / (1 if getattr(options, "ahead", 0) else share),
-        "gathered layers": 2 * shape.layer * working if sharded else 0,
+        "gathered layers": float(gathered) if sharded else 0,
         f"activations of {tokens:,} tokens": float(models * kept),
         "logits": float(_LOGIT_COPIES * 4 * min(CHUNK_LOGITS, shape.vocabulary * tokens)),
     }

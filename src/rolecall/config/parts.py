@@ -16,7 +16,7 @@ def split_at_commas(given: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Where a run lies and how it is started. None of these change what is learned."""
+    """Where a run is kept and how it is started. None of these change what is learned."""
 
     command: ClassVar[str]
     either: ClassVar[tuple[str, ...]] = ()
@@ -30,7 +30,7 @@ class RunOptions:
     strict: bool = False
     """With resume: a damaged checkpoint is an error, instead of a warning and the checkpoint before it."""
     overwrite: bool = False
-    """Remove the run that lies in `out` before starting."""
+    """Remove the run in `out` before starting."""
     grace: float = 30.0
     """Seconds from SIGTERM or Ctrl-C to the end. After two thirds of them the rollout or evaluation in flight is dropped;
     the rest is for saving. Keep it below what your scheduler allows before it kills."""
@@ -340,11 +340,11 @@ class SaveOptions:
     every: int = 50
     """Steps between checkpoints; there is one at the end, too. 0: only that."""
     keep: int = 2
-    """How many checkpoints stay, beside the best one."""
+    """How many checkpoints stay, besides the best one."""
     rollouts: int = 20
-    """Steps whose rollouts stay on disk, beside every 50th."""
+    """Steps whose rollouts stay on disk, in addition to every 50th."""
     updates: int = 2
-    """Steps whose per-token updates stay on disk, beside every 50th."""
+    """Steps whose per-token updates stay on disk, in addition to every 50th."""
     trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
     """Also log to these (needs `rolecall[track]`)."""
 

@@ -68,6 +68,8 @@ class PlanOptions:
             )
         if self.lora_rank is not None and self.lora_rank < 1:
             raise ValueError(f"lora_rank must be at least 1, got {self.lora_rank}")
+        if self.price is not None and self.price < 0:
+            raise ValueError(f"price must be 0 or more, got {self.price:g}")
         if not 0 <= self.slow_share <= 1 or self.failures_per_day < 0 or self.spread < 0:
             raise ValueError("slow_share is a share, failures_per_day and spread are 0 or more")
         if self.picture is not None and not self.simulate:

@@ -52,10 +52,10 @@ class RLOptions(AnsweringOptions, TrainingOptions):
     what was a run's `store.url`."""
     store: StoreOptions = field(default_factory=StoreOptions)
     ahead: int = field(default=0, metadata={"flag": "async.ahead"})
-    """Steps that sampling is ahead of training, beside which it runs: step s is sampled by version s - ahead of the weights
+    """Steps that sampling runs ahead of training, in parallel with it: step s is sampled by version s - ahead of the weights
     (docs/cluster.md). 0: a step is sampled when the one before has trained."""
     inflight: bool = field(default=False, metadata={"flag": "async.inflight"})
-    """Answers that grow go on with each new version of the weights: none of their tokens is older than `async.ahead` versions,
+    """Answers in progress continue with each new version of the weights: none of their tokens is older than `async.ahead` versions,
     but what is learned depends on timing, and cannot be repeated exactly."""
     seed: int = 0
     """Seeds everything: data order, sampling, new heads."""
@@ -306,9 +306,7 @@ class RLOptions(AnsweringOptions, TrainingOptions):
     def _replay_line(self) -> str | None:
         o = self.replay
         if self.from_run is not None:
-            return (
-                f"answers: those that {self.from_run} stored, in their order; nothing is sampled and no reward is asked"
-            )
+            return f"answers: those that {self.from_run} stored, in their order; nothing is sampled and no reward is called"
         if not o.on:
             return None
         groups = round(self.prompts * o.share / (1 - o.share))

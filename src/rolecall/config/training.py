@@ -171,7 +171,7 @@ class ExpertIterationOptions(AnsweringOptions, TrainingOptions):
     unique: bool = True
     """Imitate the same answer to the same prompt only once per round."""
     epochs: int = 2
-    """Passes over the answers that a round keeps. Passes over the rows are set by `steps`: a round asks `prompts` of them."""
+    """Passes over the answers that a round keeps. Passes over the rows are set by `steps`: a round uses `prompts` of them."""
     batch: int = 32
     """Answers per optimiser step."""
     train_stop: bool = True
@@ -225,10 +225,10 @@ class BestOfNOptions(AnsweringOptions, RunOptions):
     reward: tuple[str, ...] = ()
     """What chooses: reward functions, or a reward model's run. A task brings its own, which is also called `task`."""
     judge: tuple[str, ...] = ()
-    """What the chosen answers are measured by beside: another reward, which has no say in the choice."""
+    """Another reward by which the chosen answers are also measured; it has no say in the choice."""
     chat: ChatOptions = field(default_factory=ChatOptions)
     prompts: int = 32
-    """Prompts per step; a run that is stopped goes on at a step."""
+    """Prompts per step; a stopped run resumes at a step."""
     policy: LoadOptions = field(default_factory=LoadOptions)
     save: SaveOptions = field(default_factory=SaveOptions)
     seed: int = 0

@@ -1,5 +1,7 @@
 """Options of the commands that use models and runs instead of training."""
 
+import os
+import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -7,6 +9,7 @@ from rolecall.config.agents import AGENT_FLAG, AgentOptions
 from rolecall.config.parts import ChatOptions, EngineOptions, LoadOptions
 from rolecall.config.rewards import RewardProcessOptions
 from rolecall.config.sampling import Sampling
+from rolecall.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,13 +135,21 @@ class GenerateOptions(ServedUseOptions):
         self.check_api(show=self.show == "tokens", engine=self.engine != "auto", dtype=self.dtype != "float32")
         for i, prompt in enumerate(self.prompts):
             if not prompt:
-                raise ValueError(f"prompt {i} is empty: write something to go on from")
+                raise ValueError(f"prompt {i} is empty: write something to continue from")
         if self.chat is False and self.system is not None:
             raise ValueError("a system message needs the chat template: leave out --no-chat, or put it into the prompt")
 
 
 KEY_VARIABLE = "ROLECALL_SERVER_KEY"
 """The environment variable that holds a server's key, for who serves and for who asks."""
+
+
+def server_key(*others: str) -> str | None:
+    """The key of servers, from the environment variable for it, or from the first of `others` that is set."""
+    name, key = next(((n, k) for n in (KEY_VARIABLE, *others) if (k := os.environ.get(n))), (KEY_VARIABLE, None))
+    if key is not None and not re.fullmatch("[!-~]+", key):
+        raise UserError(f"the key in the environment variable {name} is not of ASCII without spaces: give another one")
+    return key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +165,7 @@ class ServeOptions:
     port: int = 8750
     """0 is any that is free."""
     hosts: tuple[str, ...] = ()
-    """Names by which others call this server, beside `host` and localhost; repeat the flag for several."""
+    """Names by which others call this server, in addition to `host` and localhost; repeat the flag for several."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The numbers to compute in."""
     vllm: bool = False
@@ -283,7 +294,7 @@ class RescoreOptions(RewardProcessOptions):
     rows: str | None = None
     """The rows that the run answered, for the columns that rewards ask for; those it names itself if not given."""
     out: str | None = None
-    """Where the new run goes; beside the old one, as NAME-rescored-NUMBER, if not given. Nothing is ever overwritten."""
+    """Where the new run goes; next to the old one, as NAME-rescored-NUMBER, if not given. Nothing is ever overwritten."""
     quiet: bool = False
     """Say nothing while running."""
 
@@ -295,11 +306,11 @@ class ReportOptions:
 
     command: ClassVar[str] = "report"
     run: tuple[str, ...] = field(metadata={"bare": True})
-    """The directory of a run or of a demo; one that still goes on is shown as far as it is. Several runs are compared."""
+    """The directory of a run or of a demo; one that is still running is shown as far as it has come. Several runs are compared."""
     out: str | None = None
     """The file to write; report.html in the run's directory if not given. A comparison needs it."""
     png: bool = False
-    """Also write each curve as a picture into `curves/` beside the page (needs `rolecall[plot]`)."""
+    """Also write each curve as a picture into `curves/` next to the page (needs `rolecall[plot]`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +322,7 @@ class DoctorOptions:
 
     command: ClassVar[str] = "doctor"
     run: str = field(metadata={"bare": True})
-    """The directory of a run; one that still goes on is looked at as far as it is."""
+    """The directory of a run; one that is still running is looked at as far as it has come."""
     json: bool = False
     """Print the findings as JSON."""
 

@@ -34,10 +34,12 @@ class Place:
             # A folder that is listed again shows what is there now.
             self._fs, path = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
         except ImportError as error:
-            extra = "rolecall[store]" if url.startswith("s3") else str(error).rpartition(" ")[2]
+            extra = (
+                "rolecall[store]" if url.startswith("s3") else getattr(error.__cause__, "name", None) or "fsspec[full]"
+            )
             raise StoreError(f"{url} needs a package that is missing ({error}): pip install '{extra}'") from error
         except Exception as error:
-            raise StoreError(f"{url} is no address that can be opened: {_in_words(error)}") from error
+            raise StoreError(f"{url} is not an address that can be opened: {_in_words(error)}") from error
         self._path = path.rstrip("/")
 
     def __truediv__(self, name: str) -> "Place":

@@ -211,10 +211,10 @@ def try_out(env: EnvSource, envs: Envs | Programs, row: Mapping[str, Any]) -> No
     if not isinstance(found, Failure) and not found.done:
         envs.ask("end", {0: None})
     if isinstance(found, Failure) and found.wrong:
-        raise UserError(f"environment {label} cannot go on with an episode: {found.reason}")
+        raise UserError(f"environment {label} cannot continue an episode: {found.reason}")
     if isinstance(found, Failure):
         _log.warning(
-            "environment %s failed in a dry episode, when told '0': %s; an episode in which that happens is broken off",
+            "environment %s failed in a dry episode, when given '0': %s; an episode in which that happens is broken off",
             label,
             found.reason,
         )

@@ -43,7 +43,6 @@ def best_of_n(
 
 
 def build(job: Job) -> Built:
-    """The parts of a run."""
     options = job.options
     if job.accelerator.num_processes > 1:
         raise UserError("best-of-n runs in one process: start it without torchrun")

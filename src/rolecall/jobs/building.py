@@ -84,7 +84,9 @@ def make_updater(module: torch.nn.Module, job: Job, *, reference: Reference | No
     set_tf32(device, on=options.policy.tf32)
     if train.shard == "fsdp2":
         if train.offload and device.type == "cpu":
-            _log.warning("train.offload moves to the host's memory what lies on an accelerator: on the CPU all does")
+            _log.warning(
+                "train.offload moves data from an accelerator to the host's memory: on the CPU it has no effect"
+            )
         if accelerator.num_processes == 1:
             _log.info("fsdp2 with one process: its only part is the whole model")
         from rolecall.policy.sharding import mesh_of, shard
@@ -116,7 +118,7 @@ def shard_frozen(module: torch.nn.Module, options: Any, device: torch.device, st
     if train is None or train.shard != "fsdp2":
         return
     if getattr(options, "ahead", 0):
-        _log.info("async.ahead scores beside training: the reward model is whole in every process")
+        _log.info("async.ahead scores in parallel with training, so every process holds the whole reward model")
         return
     from rolecall.policy.sharding import mesh_of, shard
 
@@ -141,6 +143,8 @@ def build_policy(
 
     def save_model(directory: Path | None) -> None:
         if is_sharded(module):
+            release = getattr(getattr(learner, "engine", None), "release", lambda: None)
+            release()  # nothing is sampled any more: room for a file's weights, which one process gathers
             export_parts(policy, directory)
         elif directory is not None:
             (export if has_adapter(policy) else save)(policy, directory)

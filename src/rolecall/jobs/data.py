@@ -136,7 +136,7 @@ def steps_of(options: Any, rows: Any, per_step: int) -> Any:
     if options.epochs is None:
         return options
     if isinstance(rows, Stream):
-        raise UserError("epochs counts passes over the rows, and of a stream nobody knows the end: give steps instead")
+        raise UserError("epochs counts passes over the rows, and the end of a stream is not known: give steps instead")
     return replace(options, steps=max(1, ceil(len(rows) * options.epochs / per_step - 1e-9)))
 
 
@@ -267,7 +267,7 @@ def check_prompts(rows: Rows, policy: LoadedModel, chat: ChatOptions) -> None:
                 raise ValueError("it has no tokens")
         except Exception as error:  # a chat template is a program of the model's author and may raise anything
             why = "the prompt is empty" if prompt == "" else " ".join(str(error).split())
-            raise RowError(f"{place}: the prompt cannot be put to the model: {why}") from error
+            raise RowError(f"{place}: the prompt cannot be given to the model: {why}") from error
         if len(ids) >= policy.context_length:
             raise RowError(
                 f"{place}: the prompt has {len(ids)} tokens but the model's context is "

@@ -42,7 +42,6 @@ def dpo(
 
 
 def build(job: Job) -> Built:
-    """The parts of a run."""
     options = job.options
     rows, held_out = preferences(options, job="dpo")
     policy = open_policy(options.model, options)

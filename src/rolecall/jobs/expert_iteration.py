@@ -38,7 +38,6 @@ def expert_iteration(
 
 
 def build(job: Job) -> Built:
-    """The parts of a run."""
     options, timer, stack = job.options, job.timer, job.stack
     found = prompt_rows(options.rows, options.eval, seed=options.seed)
     reward = open_training_reward(job, found)

@@ -41,7 +41,6 @@ def marl(
 
 
 def build(job: Job) -> Built:
-    """The parts of a run."""
     options, stack = job.options, job.stack
     if job.accelerator.num_processes > 1:
         raise UserError("marl trains in one process; `workers` spreads the environments over several")

@@ -21,7 +21,7 @@ from transformers import AutoConfig
 from rolecall.config.given import GivenObject, resolve_source
 from rolecall.config.parts import PolicyOptions
 from rolecall.config.plan import processes
-from rolecall.config.use import KEY_VARIABLE
+from rolecall.config.use import server_key
 from rolecall.errors import UserError
 from rolecall.policy.heads import RewardModel
 from rolecall.policy.load import LoadedModel, LoadError, from_objects, load, reading
@@ -101,7 +101,7 @@ def open_policy(name: str, options: Any) -> LoadedModel:
             policy, rank=how.lora_rank, alpha=how.lora_alpha, targets=how.lora_targets, rs=how.lora_rs
         )
         if goes_on:
-            _log.info("training goes on with the adapter of %s", name)
+            _log.info("training continues with the adapter of %s", name)
             before, model = policy.model.peft_config["default"].lora_dropout, policy.model
             if before and before != how.lora_dropout:
                 _log.warning(
@@ -221,7 +221,7 @@ def _on_servers(
     from rolecall.remote.engine import ServerEngine  # and httpx, which nothing else needs
 
     o, rank = options.engine, int(os.environ.get("RANK", "0"))
-    where: dict[str, Any] = {"urls": o.servers[rank :: processes()], "key": os.environ.get(KEY_VARIABLE)}
+    where: dict[str, Any] = {"urls": o.servers[rank :: processes()], "key": server_key()}
     close: Callable[[], None] = lambda: None
     if o.placed_servers:
         from rolecall.remote.placed import PlacedServers  # and Ray

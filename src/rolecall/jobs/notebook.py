@@ -43,33 +43,27 @@ class Cell:
         self._drawn = 0.0
 
     def begin(self, title: str, *, start: int, steps: int) -> None:
-        """Show the bar."""
         self._rate.begin(start=start, steps=steps)
         self._said.append(f"{title}: steps {start + 1} to {steps}")
         self._draw()
 
     def phase(self, name: str) -> None:
-        """The name of the phase stands beside the bar."""
         self._phase = name
         self._draw_at_times()
 
     def advance(self, done: int, total: int, unit: str) -> None:
-        """With how far it has come."""
         self._phase = f"{self._phase.partition(':')[0]}: {done} of {total} {unit}"
         self._draw_at_times()
 
     def step(self, step: int, metrics: Mapping[str, float], sentence: str) -> None:
-        """Move the bar."""
         self._line = self._rate.line(step, sentence)
         self._draw_at_times()
 
     def say(self, text: str) -> None:
-        """A line below the bar."""
         self._said.append(text)
         self._draw()
 
     def end(self) -> None:
-        """Leave the bar as it is."""
         self._phase = ""
         self._draw()
         self._handle = None

@@ -19,6 +19,9 @@ WORKERS = (8, 32, 128, 512, 2048, 4096)
 _SIMULATED_ANSWERS = 2**15
 """Answers of a simulated step at most; larger fleets have fewer slots in a worker."""
 
+_MOST_FAILURES = 3.0
+"""While the longest answer grows; one in 20 would be done at the first attempt."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
@@ -107,6 +110,11 @@ def simulated(options: PlanOptions, found: Plan, *, steps: int = 8) -> Iterator[
             failures_per_day=options.failures_per_day,
             slow_share=options.slow_share,
         )
+        if fleet.longest_seconds * options.failures_per_day / 86400 > _MOST_FAILURES:
+            raise UserError(
+                f"the longest answer takes {fleet.longest_seconds:,.0f} s and a worker fails every "
+                f"{86400 / options.failures_per_day:,.3g} s, so no step would end: give fewer failures_per_day, or a shorter longest"
+            )
         yield from simulate(fleet, workers, aheads=(0, 1, 3, None), steps=steps)
 
 
@@ -131,14 +139,17 @@ def _device(name: str) -> Device:
 
 def _shape(model: str) -> Shape:
     config = _config(model)
-    config = config.get("text_config", config)
+    inner = config.get("text_config")
+    config = inner if isinstance(inner, dict) else config
     odd = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(name)]
     if odd:
         raise UserError(f"{model} is a mixture of experts ({odd[0]}), which the cost model does not cover")
     try:
         return Shape.of(config)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"the config of {model} is not that of a dense decoder: {error!r} is missing or odd") from error
+    except KeyError as error:
+        raise UserError(f"the config of {model} is not that of a dense decoder: it has no {error.args[0]}") from error
+    except (TypeError, ValueError) as error:
+        raise UserError(f"the config of {model} is not that of a dense decoder: {error}") from error
 
 
 def _config(model: str) -> dict[str, Any]:
@@ -151,7 +162,7 @@ def _config(model: str) -> dict[str, Any]:
             try:
                 return dict(json.loads(place.read_text()))
             except (ValueError, TypeError) as error:
-                raise UserError(f"{place} is no JSON object: give a model's config.json or directory") from error
+                raise UserError(f"{place} is not a JSON object: give a model's config.json or directory") from error
     if path.exists() or model.count("/") != 1:
         raise UserError(f"there is no config.json at {model}: give a model's directory, its config.json, or a hub id")
     from huggingface_hub import hf_hub_download

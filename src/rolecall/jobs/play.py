@@ -47,7 +47,6 @@ def play(*, env: EnvSource, rows: RowsSource | None = None, **settings: Any) -> 
 
 
 def run(options: PlayOptions) -> list[Conversation]:
-    """Play from options."""
     source = resolve_source(options.env, "environment")
     with ExitStack() as stack:
         how = HeldOutOptions(every=1, rows=options.n) if options.rows is None else HeldOutOptions()

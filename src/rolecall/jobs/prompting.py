@@ -86,7 +86,6 @@ class AsMessages:
         return map(_asked, self._rows)
 
     def place(self, index: int) -> str:
-        """Where the row stands."""
         return place_of(self._rows, index)
 
 

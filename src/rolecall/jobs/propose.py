@@ -62,7 +62,6 @@ def propose(*, env: Any, rows: Any = None, **settings: Any) -> Proposed:
 
 
 def run(options: ProposeOptions) -> Proposed:
-    """Do it from options."""
     path = Path(options.out).expanduser()
     if path.exists() and not options.overwrite:
         raise UserError(f"{path} is there already: give another --out, or --overwrite")

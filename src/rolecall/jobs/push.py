@@ -40,7 +40,7 @@ def push(run: str | Path, repo: str, *, private: bool = True, out: str | None = 
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise UserError(f"{repo!r} is no hub id, such as me/my-model: {error}") from error
+        raise UserError(f"{repo!r} is not a hub id, such as me/my-model: {error}") from error
     folder = place / "push" if out is None else Path(out).expanduser()
     try:
         _write(held, folder, repo)

@@ -75,7 +75,6 @@ def rescore(
 
 
 def run_from(options: RescoreOptions, *, progress: Progress | None = None) -> Rescored:
-    """Run from options."""
     progress = progress or (Quiet() if options.quiet else spoken())
     source, out = options.run, _place(options)
     try:

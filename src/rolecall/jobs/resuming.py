@@ -116,7 +116,7 @@ def describe(
 
 
 def note_end(run: RunDir, why: str) -> None:
-    """Say in run.json that an error ended the run. It stays until the run goes on."""
+    """Say in run.json that an error ended the run. It stays until the run continues."""
     with suppress(OSError):  # the disk may be what failed
         about = json.loads(run.run.read_text()) | {"ended": why}
         write_atomically(run.run, json.dumps(about, indent=1).encode())

@@ -101,7 +101,6 @@ class _Asked:
 
 
 def build(job: Job) -> Built:
-    """The parts of a run."""
     # What is sampled ahead is timed apart: it belongs to another step than the one that trains.
     aside = Timer() if job.options.ahead else job.timer
     mirror = _mirror(job)

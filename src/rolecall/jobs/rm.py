@@ -44,7 +44,6 @@ def rm(
 
 
 def build(job: Job) -> Built:
-    """The parts of a run."""
     options = job.options
     budget = options.optim.token_budget
     model = start_reward_model(options.model, options)

@@ -170,7 +170,12 @@ def _as_started(options: Any) -> Any:
         options = replace(options, steps=options.steps + options.extend, **passes)
     check_address_space()
     refuse_accelerate()
-    return replace(options, device=open_device("cpu" if options.command == "marl" else options.device))
+    options = replace(options, device=open_device("cpu" if options.command == "marl" else options.device))
+    if options.device == "cpu" and getattr(getattr(options, "train", None), "shard", None) == "fsdp2":
+        from rolecall.policy.sharding import give_back_memory
+
+        give_back_memory()
+    return options
 
 
 @contextmanager

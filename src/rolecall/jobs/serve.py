@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import os
 import secrets
 import signal
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import rolecall
-from rolecall.config.use import KEY_VARIABLE, ServeOptions
+from rolecall.config.use import ServeOptions, server_key
 from rolecall.errors import UserError
 from rolecall.jobs.models import engine_dtype, fingerprint, open_model
 from rolecall.policy.load import LoadedModel, reading
@@ -62,7 +61,7 @@ async def _serve(
 ) -> None:
     engine = made()
     name = "native" if isinstance(engine, NativeEngine) else "hf"
-    given = os.environ.get(KEY_VARIABLE)
+    given = server_key()
     key = given or secrets.token_urlsafe(24)
     about = {"version": rolecall.__version__, "engine": name, "tokenizer": fingerprint(loaded)}
     app = App(loaded, engine, about=about, another=made)

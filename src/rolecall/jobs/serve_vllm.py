@@ -17,7 +17,7 @@ from types import FrameType
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from rolecall.config.use import KEY_VARIABLE, ServeOptions
+from rolecall.config.use import ServeOptions, server_key
 from rolecall.errors import UserError
 from rolecall.jobs.models import model_directory, open_model
 from rolecall.jobs.serve import LOOPBACK, Serving
@@ -32,7 +32,7 @@ _PROCESS = re.compile(r"^\(.*? pid=\d+\) (ERROR .*?\] )?")
 
 def run(options: ServeOptions, ready: Callable[[Serving], None]) -> None:
     """Serve until SIGTERM or Ctrl-C; `ready` is called when the server answers."""
-    given = os.environ.get(KEY_VARIABLE)
+    given = server_key()
     with tempfile.TemporaryDirectory(prefix="rolecall-vllm-") as scratch:
         launch = Launch(
             python=vllm_python(options.vllm_python),

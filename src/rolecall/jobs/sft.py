@@ -43,7 +43,6 @@ def sft(
 
 
 def build(job: Job) -> Built:
-    """The parts of a run."""
     options, stack = job.options, job.stack
     found, held = demonstrated_splits(options.rows, options.eval, seed=options.seed)
     policy = open_policy(options.model, options)
@@ -84,7 +83,7 @@ def _held_out_evaluator(options: SFTOptions, policy: Any, learner: SFTLearner, h
         answers = answering(options, policy, reward, held, learner.updater.ranks)
     elif known is None:
         raise UserError(
-            "the evaluation rows are no demonstrations, so they have no loss: give `completion` too, or eval.reward"
+            "the evaluation rows are not demonstrations, so they have no loss: give `completion` too, or eval.reward"
         )
 
     def evaluate(step: int) -> dict[str, float]:

@@ -126,8 +126,7 @@ class _Numbers:
     def __init__(self, lines: Sequence[Line]) -> None:
         self.lines = lines
         self.xs = [int(line["step"]) for line in lines]
-        names = dict.fromkeys(name for line in lines for name in line if name != "step")
-        self.names = [name for name in names if any(is_number(line.get(name)) for line in lines)]
+        self.names = [name for name in names_of(lines) if any(is_number(line.get(name)) for line in lines)]
 
     @property
     def parts(self) -> list[str]:
@@ -140,7 +139,10 @@ class _Numbers:
         return [Chart(name=slug(title), title=title, about=about, xs=self.xs, series=series)] if series else []
 
     def column(self, name: str) -> list[float | None]:
-        return [float(line[name]) if is_number(line.get(name)) else None for line in self.lines]
+        held: list[Any] = [line.get(name) for line in self.lines]
+        if {*map(type, held)} == {float} and isfinite(sum(held)):  # most are; asking each takes five times as long
+            return held
+        return [float(value) if is_number(value) else None for value in held]
 
 
 def _reward(numbers: "_Numbers") -> list[Chart]:
@@ -175,6 +177,15 @@ def _time(timing: Sequence[Line]) -> list[Chart]:
     return [Chart(name="time", title="Time by phase", about=about, xs=xs, series=series, stacked=True)]
 
 
+def names_of(lines: Sequence[Line]) -> list[str]:
+    """All names in lines of a log, in the order in which they first come."""
+    names: dict[str, Any] = {}
+    for line in lines:
+        names.update(line)
+    names.pop("step", None)
+    return list(names)
+
+
 def is_number(value: object) -> bool:
     """A number that is one: neither nan nor infinite nor a truth value."""
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -186,8 +197,8 @@ def is_number(value: object) -> bool:
 
 
 def four_digits(value: Any) -> str:
-    """A number for a table; a dash for what is none."""
-    return f"{value:.4g}" if is_number(value) else "–"
+    """A number for a table, whole ones up to a million in full; a dash for what is none."""
+    return "–" if not is_number(value) else f"{value:.0f}" if 9999.5 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
 def mean_of(lines: Sequence[Line], name: str) -> float | None:

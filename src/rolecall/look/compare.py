@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rolecall.look.charts import PAIRS, Chart, Series, charts, four_digits, is_number, slug
+from rolecall.look.charts import PAIRS, Chart, Series, charts, four_digits, is_number, names_of, slug
 from rolecall.look.run import RunFiles, flat, setting_text
 
 _ENDS = ("eval_accuracy", "eval_reward", "eval_return", "eval_loss", "reward", "return", "loss", "kl", "entropy")
@@ -26,11 +26,15 @@ def groups_of(runs: Mapping[str, RunFiles]) -> list[Group]:
     for name, run in runs.items():
         settings = {key: value for key, value in flat(run.config) if key != "seed"}
         held.setdefault(repr((run.command, sorted(settings.items(), key=str))), []).append((name, run))
-    return [Group(label=_label([name for name, _ in found]), runs=found) for found in held.values()]
+    labels = [_label([name for name, _ in found]) for found in held.values()]
+    return [
+        Group(label=label if labels.count(label) == 1 else f"{found[0][0]} and {len(found) - 1} more", runs=found)
+        for label, found in zip(labels, held.values(), strict=True)
+    ]
 
 
-def overlaid(groups: Sequence[Group]) -> tuple[list[Chart], list[Chart]]:
-    """A chart for each number that some run has: the main ones, and the others.
+def overlaid(groups: Sequence[Group], *, also_rest: bool = True) -> tuple[list[Chart], list[Chart]]:
+    """A chart for each number that some run has: the main ones, and the others, without their lines unless `also_rest`.
 
     A line is the mean over the runs of a group; its band reaches from the lowest to the highest of them.
     """
@@ -40,13 +44,14 @@ def overlaid(groups: Sequence[Group]) -> tuple[list[Chart], list[Chart]]:
     rest: list[Chart] = []
     for name in names:
         shown = next(lines[name] for runs in found for lines in runs if name in lines)
-        xs = _steps([lines[name].xs for runs in found for lines in runs if name in lines])
-        series = [
-            _mean(group.label, [_along(lines[name], xs) for lines in runs if name in lines])
-            for group, runs in zip(groups, found, strict=True)
-            if any(name in lines for lines in runs)
-        ]
-        chart = Chart(name=name, title=shown.title, about=shown.about, xs=xs, series=series, sparse=True)
+        chart = Chart(name=name, title=shown.title, about=shown.about, xs=[], series=[], sparse=True)
+        if shown.main or also_rest:
+            xs = _steps([lines[name].xs for runs in found for lines in runs if name in lines])
+            series = [  # all groups, so that each has the same colour in every chart
+                _mean(group.label, [_along(lines[name], xs) for lines in runs if name in lines] or [[None] * len(xs)])
+                for group, runs in zip(groups, found, strict=True)
+            ]
+            chart = replace(chart, xs=xs, series=series)
         (main if shown.main else rest).append(chart)
     return main, rest
 
@@ -123,7 +128,7 @@ def _told(group: Group) -> dict[str, str]:
 
 def ends(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
     """(names, a row per group): the last evaluation, and the mean of the last tenth of the steps; with the range over runs."""
-    found = [[ends_of(run) for _, run in group.runs] for group in groups]
+    found = [[ends_of(run, _ENDS) for _, run in group.runs] for group in groups]
     names = [name for name in _ENDS if any(name in end for runs in found for end in runs)]
     rows = []
     for group, runs in zip(groups, found, strict=True):
@@ -132,11 +137,10 @@ def ends(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
     return ["steps", *(name.replace("eval_", "evaluated ") for name in names)], rows
 
 
-def ends_of(run: RunFiles) -> dict[str, float]:
-    """Every number at the end of a run: the mean of its last tenth, or the last evaluation."""
-    names = dict.fromkeys(name for line in run.steps for name in line if name != "step")
+def ends_of(run: RunFiles, names: Sequence[str] | None = None) -> dict[str, float]:
+    """Numbers at the end of a run, or all: the mean of its last tenth, or the last evaluation."""
     found = {}
-    for name in names:
+    for name in names_of(run.steps) if names is None else names:
         values = [float(line[name]) for line in run.steps if is_number(line.get(name))]
         if values:
             last = values[-max(1, len(values) // 10) :]
@@ -150,7 +154,7 @@ def _range(values: Sequence[float]) -> str:
     if not values:
         return "–"
     mean = four_digits(sum(values) / len(values))
-    return mean if len(values) == 1 else f"{mean} ({four_digits(min(values))} to {four_digits(max(values))})"
+    return mean if min(values) == max(values) else f"{mean} ({four_digits(min(values))} to {four_digits(max(values))})"
 
 
 def _label(names: Sequence[str]) -> str:

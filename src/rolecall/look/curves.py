@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import ceil, floor, isfinite, log10
+from math import ceil, floor, log10
 
-from rolecall.look.charts import Chart, Series
+from rolecall.look.charts import Chart, Series, four_digits
 from rolecall.look.page import Data, facts, text
 
 _WIDTH, _HEIGHT = 360, 150
@@ -56,8 +56,8 @@ def in_words(chart: Chart) -> str:
             (x0, y0), (x1, y1) = there[0], there[-1]
             low, high = min(y for _, y in there), max(y for _, y in there)
             parts.append(
-                f"{series.label} goes from {_four_digits(y0)} at step {x0} to {_four_digits(y1)} at step {x1}, "
-                f"between {_four_digits(low)} and {_four_digits(high)}"
+                f"{series.label} goes from {four_digits(y0)} at step {x0} to {four_digits(y1)} at step {x1}, "
+                f"between {four_digits(low)} and {four_digits(high)}"
             )
     marked = "".join(f" Marked, steps {first} to {last}: {why}." for first, last, why in chart.marks)
     return f"{chart.title}: {'; '.join(parts)}.{marked}"
@@ -108,8 +108,8 @@ def _drawn(chart: Chart) -> str:
 
     marks = [
         f'<line class="{"zero" if tick == 0 else "grid"}" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
-        f'<text x="{_LEFT - 6}" y="{y(tick) + 3.5:.1f}" text-anchor="end">{_tick(tick)}</text>'
-        for tick in ticks
+        f'<text x="{_LEFT - 6}" y="{y(tick) + 3.5:.1f}" text-anchor="end">{said}</text>'
+        for tick, said in zip(ticks, _told(ticks), strict=True)
     ]
     for step, anchor in [(x0, "start"), (x1, "end")] if x1 > x0 else [(x0, "start")]:
         marks.append(f'<text x="{x(step):.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{step}</text>')
@@ -241,24 +241,21 @@ def thinned(chart: Chart, points: int = _POINTS) -> Chart:
 
 def _last(series: Series) -> str:
     there = [y for y in series.ys if y is not None]
-    return _four_digits(there[-1]) if there else "–"
+    return four_digits(there[-1]) if there else "–"
 
 
-def _four_digits(value: float) -> str:
-    """Four digits at most."""
-    if value == 0 or not isfinite(value):
-        return "0" if value == 0 else str(value)
-    if abs(value) >= 1e5 or abs(value) < 1e-3:
-        return f"{value:.3g}"
-    return f"{value:.4g}"
+def _told(ticks: Sequence[float]) -> list[str]:
+    """Ticks with as many digits as tell them apart."""
+    found = ([_tick(tick, digits) for tick in ticks] for digits in range(4, 9))
+    return next((words for words in found if len(set(words)) == len(words)), [_tick(tick, 9) for tick in ticks])
 
 
-def _tick(value: float) -> str:
+def _tick(value: float, digits: int) -> str:
     """Short enough to stand beside the axis: 5.5e-4 rather than 0.00055."""
     if value == 0 or 1e-3 <= abs(value) < 1e5:
-        return _four_digits(value)
-    digits, _, power = f"{value:.1e}".partition("e")
-    return f"{digits.removesuffix('.0')}e{int(power)}"
+        return f"{float(f'{value:.{digits}g}'):.9g}"
+    number, _, power = f"{value:.{digits - 3}e}".partition("e")
+    return f"{number.rstrip('0').removesuffix('.')}e{int(power)}"
 
 
 def six_digits(value: float | None) -> float | None:

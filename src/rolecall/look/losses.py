@@ -153,4 +153,4 @@ def _gap(value: float) -> str:
 
 
 def _exact(value: float | None) -> str:
-    return "–" if value is None else f"{value:+.9g}"
+    return "–" if value is None else f"{value:+.9g}" if value else "0"

@@ -84,7 +84,7 @@ def _read_run(path: Path) -> RunFiles:
     if not (path / "run.json").is_file():
         if (path / "config.json").is_file() or (path / "metrics.jsonl").is_file():
             raise UserError(f"{path} is half a run: it has no run.json; let it begin, or bring back a whole copy")
-        raise UserError(f"{path} is no run: it has no run.json; give a directory that sft, rm, rl or demo wrote")
+        raise UserError(f"{path} is not a run: it has no run.json; give a directory that sft, rm, rl or demo wrote")
     about = read_object(path / "run.json")
     check_format(path, about)
     lines = _lines(path / "metrics.jsonl")
@@ -108,7 +108,7 @@ def check_directory(path: Path) -> None:
     if not path.exists():
         raise UserError(f"there is no run {path}; give the directory of a run, such as runs/rl-1")
     if not path.is_dir():
-        raise UserError(f"{path} is a file, not a run; give the directory it lies in")
+        raise UserError(f"{path} is a file, not a run; give the directory that holds it")
 
 
 def check_format(path: Path, about: dict[str, Any]) -> None:

@@ -129,7 +129,6 @@ class EpisodeBuffer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         size = int(state["size"])
         if size > self.capacity:
             raise ValueError(

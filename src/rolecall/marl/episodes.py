@@ -198,7 +198,6 @@ class EpisodeBatch:
         return self if width == self.obs.shape[1] else self._each(lambda tensor: tensor[:, :width])
 
     def rows(self, index: Tensor | slice | Sequence[int]) -> Self:
-        """The chosen episodes, in the given order."""
         return self._each(lambda tensor: tensor[index])
 
     def to(self, device: torch.device | str) -> Self:

@@ -337,7 +337,6 @@ class RunningMoments(nn.Module):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
 
     def update(self, x: Tensor, mask: Tensor) -> None:
-        """Take in the values where the mask is True."""
         x = x.detach().double()
         count = mask.sum().double()
         if not float(count):

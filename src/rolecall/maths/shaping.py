@@ -31,33 +31,6 @@ def place_scores(scores: Float[Tensor, "batch"], mask: Bool[Tensor, "batch time"
     return keep(last_eligible(mask), scores[:, None])
 
 
-def place_turn_scores(
-    turn_scores: Float[Tensor, "batch turns"], turns: Int[Tensor, "batch time"], mask: Bool[Tensor, "batch time"]
-) -> Float[Tensor, "batch time"]:
-    """Each turn's score on the last eligible position of that turn; `turns` numbers the turn of every position.
-
-    A turn without an eligible position gives its score to the last eligible position before it, or, at the start of the
-    row, to the first one: nothing is lost. Rows with fewer turns than columns are filled up with 0.
-
-        turns    0 0 1 1 1 2 2        scores 5 7 9
-        mask     1 1 0 0 0 0 1        turn 1 has none, so its 7 joins turn 0
-        rewards  0 12 0 0 0 0 9
-    """
-    check_mask(mask, turns=turns)
-    batch, time = mask.shape
-    check_shape((batch, turn_scores.shape[-1]), like="[batch, turns]", turn_scores=turn_scores)
-    if bool((mask & ((turns < 0) | (turns >= turn_scores.shape[1]))).any()):
-        raise ValueError(f"turns must lie in 0..{turn_scores.shape[1] - 1} at eligible positions: one score per turn")
-    position = torch.arange(time, device=mask.device).expand(batch, time)
-    # Column 0 collects positions that are not eligible, column k + 1 the last eligible position of turn k.
-    last = position.new_full((batch, turn_scores.shape[1] + 1), -1)
-    last = last.scatter_reduce(1, keep(mask, turns + 1), torch.where(mask, position, -1), "amax")
-    last = last[:, 1:].cummax(dim=1).values
-    first = mask.long().argmax(dim=1, keepdim=True)
-    rewards = turn_scores.new_zeros(batch, time).scatter_add(1, torch.where(last < 0, first, last), turn_scores)
-    return keep(mask, rewards)
-
-
 def shape_rewards(
     scores: Float[Tensor, "batch"],
     kl: Float[Tensor, "batch time"] | None,

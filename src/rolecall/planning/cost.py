@@ -48,16 +48,23 @@ class Shape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Shape":
-        """From a model's config.json; a `KeyError` names what it lacks."""
-        heads = int(config["num_attention_heads"])
+        """From a model's config.json; a `KeyError` names what it lacks, a `ValueError` what is no size."""
+
+        def size(name: str, default: int | None = None) -> int:
+            given = config[name] if default is None else config.get(name) or default
+            if not isinstance(given, int) or given < 1:
+                raise ValueError(f"{name} is {given!r}, not a number above 0")
+            return given
+
+        heads, width = size("num_attention_heads"), size("hidden_size")
         return cls(
-            width=int(config["hidden_size"]),
-            layers=int(config["num_hidden_layers"]),
+            width=width,
+            layers=size("num_hidden_layers"),
             heads=heads,
-            key_heads=int(config.get("num_key_value_heads") or heads),
-            head_size=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
-            feed_forward=int(config["intermediate_size"]),
-            vocabulary=int(config["vocab_size"]),
+            key_heads=size("num_key_value_heads", heads),
+            head_size=size("head_dim", width // heads),
+            feed_forward=size("intermediate_size"),
+            vocabulary=size("vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),
         )
 

@@ -35,6 +35,11 @@ class Fleet:
     slow_factor: float = 1.5
     """How many times as long a slow worker takes."""
 
+    @property
+    def longest_seconds(self) -> float:
+        """The longest answer on a slow worker."""
+        return self.longest * self.token_seconds * self.slow_factor
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:

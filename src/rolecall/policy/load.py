@@ -96,9 +96,11 @@ def from_objects(
     """A model object and its tokenizer, made ready for RL. The model is copied: the given one stays as it is."""
     plain = model.get_base_model() if hasattr(model, "peft_config") else model
     if not isinstance(plain, PreTrainedModel) or plain.get_output_embeddings() is None:
-        raise LoadError(f"a {type(model).__name__} is no causal language model of transformers: give one, or its name")
+        raise LoadError(
+            f"a {type(model).__name__} is not a causal language model of transformers: give one, or its name"
+        )
     if not hasattr(tokenizer, "get_vocab"):
-        raise LoadError(f"a {type(tokenizer).__name__} is no tokenizer of transformers: give the model's own")
+        raise LoadError(f"a {type(tokenizer).__name__} is not a tokenizer of transformers: give the model's own")
     if plain is not model and (
         list(model.peft_config) != ["default"] or model.peft_config["default"].peft_type != "LORA"
     ):

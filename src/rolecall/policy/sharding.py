@@ -58,8 +58,6 @@ def shard(
     for part in module.modules():
         if isinstance(part, PolicyModel | ScalarModel):
             part.settle(flat=mixed_precision == "no")  # tried and compared while every layer is whole
-    if mesh.device_type == "cpu":
-        _give_back_memory()
     precision = _precision(mixed_precision)
     place: OffloadPolicy = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     how: dict[str, Any] = {"mesh": mesh, "offload_policy": place}
@@ -78,9 +76,9 @@ def shard(
     assert not whole, f"{whole[0]} was not sharded"
 
 
-def _give_back_memory() -> None:
-    """Have glibc return freed blocks at once. It keeps those of gathered layers, which come and go, for later: SmolLM2 on two
-    ranks took 4.0 GB instead of 2.2."""
+def give_back_memory() -> None:
+    """Have glibc return freed blocks at once, from here on: best before the model is loaded. It keeps those of the whole model,
+    and of gathered layers, which come and go, for later: SmolLM2 on two ranks took 4.0 GB instead of 2.2."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**16)
 

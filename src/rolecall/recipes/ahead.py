@@ -17,7 +17,7 @@ that the checkpoint keeps.
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
 from time import monotonic
@@ -26,6 +26,7 @@ from typing import Any
 from rolecall.errors import UserError
 from rolecall.recipes.collect import Collected, RowsCollector
 from rolecall.rewards.records import Reward, Sample, Scored
+from rolecall.rewards.scoring import Scorer, scorer
 from rolecall.rollout.pinned import Pinned, Published, Stopped
 from rolecall.train.data import RowOrder
 from rolecall.train.timing import Timer
@@ -60,7 +61,6 @@ class InOrder(Reward):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """As the reward's."""
         return self.reward.names
 
     @contextmanager
@@ -69,7 +69,7 @@ class InOrder(Reward):
         self._own.step, self._own.scores = step, False
         try:
             yield
-            self._enter()
+            self.enter()
             self.next = step + 1
         finally:
             if self._own.scores:
@@ -78,20 +78,53 @@ class InOrder(Reward):
 
     def score(self, samples: Sequence[Sample], *, state: Mapping[str, Any] | None = None) -> list[Scored]:
         """As the reward's, after those of the steps before."""
-        self._enter()
+        self.enter()
         return self.reward.score(samples, state=state)
 
+    @contextmanager
+    def scoring(self, state: Mapping[str, Any]) -> Iterator[Scorer]:
+        """Score samples as they come, from when those of the steps before have their scores."""
+        with ExitStack() as stack:
+            yield _InTurn(self, lambda: stack.enter_context(scorer(self.reward, state)))
+
     def take_metrics(self) -> dict[str, float]:
-        """Of the step."""
-        self._enter()
+        self.enter()
         found: dict[str, float] = getattr(self.reward, "take_metrics", dict)()
         return found
 
-    def _enter(self) -> None:
-        if not self._own.scores:
+    def enter(self, *, wait: bool = True) -> bool:
+        """Whether this thread's step is the one that scores; with `wait`, when it is."""
+        if not self._own.scores and (wait or self.next == self._own.step):
             self.published.wait_until(lambda: self.next == self._own.step)
-            self.published.scoring.acquire()
-            self._own.scores = True
+            self._own.scores = self.published.scoring.acquire(blocking=wait)
+        return bool(self._own.scores)
+
+
+class _InTurn:
+    """Keeps samples until their step may be scored."""
+
+    def __init__(self, reward: InOrder, begin: Callable[[], Scorer]) -> None:
+        self._reward, self._begin = reward, begin
+        self._kept: dict[int, Sample] = {}
+        self._scorer: Scorer | None = None
+
+    def add(self, samples: Mapping[int, Sample]) -> None:
+        self._kept |= samples
+
+    def poll(self) -> None:
+        if self._reward.enter(wait=False):
+            self._given().poll()
+
+    def finish(self) -> list[Scored]:
+        self._reward.enter()
+        return self._given().finish()
+
+    def _given(self) -> Scorer:
+        if self._scorer is None:
+            self._scorer = self._begin()
+        kept, self._kept = self._kept, {}
+        self._scorer.add(kept)
+        return self._scorer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

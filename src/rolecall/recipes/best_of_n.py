@@ -127,11 +127,9 @@ class BestOfN:
         return line if self.judge is None else line | {"judge": judges[best]}
 
     def metrics(self) -> dict[str, float]:
-        """The numbers of the last step's prompts."""
         return self._metrics
 
     def explain(self) -> str:
-        """The last step in words."""
         known = [k for k in self.options.ks if f"best_of/{k}" in self._metrics]
         ends = dict.fromkeys([*known[:1], *known[-1:]])
         return ", ".join(f"best of {k} {self._metrics[f'best_of/{k}']:.3f}" for k in ends) or "no reward succeeded"

@@ -99,7 +99,6 @@ class RowsCollector:
         return dict(zip(self.ranks.share(range(prompts)), self.ranks.share(self.order.take(prompts)), strict=True))
 
     def collect(self, step: int) -> Collected:
-        """Experience for one step."""
         raise NotImplementedError
 
     def skip(self, steps: int) -> None:
@@ -107,11 +106,9 @@ class RowsCollector:
         self.order.take(steps * self.options.prompts)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the rows."""
         return {"order": self.order.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         self.order.load_state_dict(state["order"])
 
 

@@ -50,7 +50,6 @@ class DPOLearner(RowsLearner):
             return replace(batch, ref_logprobs=self._score(frozen, batch))
 
     def update(self, batch: Batch) -> None:
-        """One optimiser step, unless the gradient is not finite."""
         o, mask = self.options, self.rule.eligible(batch.roles)
         reference = _of_pairs(batch.ref_logprobs, mask)
 

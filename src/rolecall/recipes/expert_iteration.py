@@ -192,11 +192,9 @@ class ExpertIterationLearner:
         self.run.thin(self.run.rollouts, last=o.save.rollouts, every=KEPT_EVERY)
 
     def metrics(self) -> dict[str, float]:
-        """The numbers of the last round."""
         return self._metrics
 
     def explain(self) -> str:
-        """The last round in words."""
         m = self._metrics
         reward = f"reward {m['reward']:.3f}" if "reward" in m else "no reward succeeded"
         if not m["kept/answers"]:

@@ -79,17 +79,13 @@ class RowsLearner:
         return sides, {"loss": float(updater.all_sum(loss)), "grad_norm": grad_norm, "skipped": not finite}
 
     def metrics(self) -> dict[str, float]:
-        """The numbers of the last step."""
         return self._metrics
 
     def explain(self) -> str:
-        """The last step in words."""
         return self.line.format_map(self._metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the rows."""
         return {"order": self.order.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         self.order.load_state_dict(state["order"])

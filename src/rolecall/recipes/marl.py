@@ -117,7 +117,6 @@ class _Marl:
             self._noted.setdefault(name, []).append(number)
 
     def metrics(self) -> dict[str, float]:
-        """The numbers of the last step."""
         rate = float(self.updater.optimizer.param_groups[0]["lr"])
         means = {name: float(torch.stack(numbers).double().mean()) for name, numbers in self._noted.items()}
         counts = {"optimizer_steps": float(self._steps), "skipped": float(self._skipped)}
@@ -131,7 +130,6 @@ class _Marl:
         return describe(Runner(envs, rewards=o.rewards, seed=o.seed).run(actor, phase=EVALUATE, step=0))
 
     def explain(self) -> str:
-        """The last step in words."""
         m = self.metrics()
         return f"return {m['return']:.3f}, length {m['episode_length']:.1f}, {int(m['env_steps']):,} env steps"
 
@@ -140,11 +138,9 @@ class _Marl:
         return partial(_Marl.load_state_dict, self, _Marl.state_dict(self))
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters."""
         return {"env_steps": self.env_steps, "episodes": self.episodes, "broken": self.broken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         self.env_steps, self.episodes, self.broken = (int(state[k]) for k in ("env_steps", "episodes", "broken"))
 
 
@@ -214,7 +210,6 @@ class QLearner(_Marl):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         super().load_state_dict(state)
         self.updates = int(state["updates"])
         self.target.load_state_dict(state["target"])
@@ -237,7 +232,6 @@ class PPOLearner(_Marl):
         return self._play(step, Actor(self.agents, how="sample"))
 
     def update(self, found: Round) -> None:
-        """A few passes over the episodes."""
         o = self.options.ppo
         steps, measured = prepare(
             self.module, self.moments, found.episodes, gamma=o.gamma, lam=o.lam, logprobs=o.minibatches > 1
@@ -282,7 +276,6 @@ class PPOLearner(_Marl):
         return {**super().state_dict(), "moments": dict(self.moments.state_dict()) if self.moments else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         super().load_state_dict(state)
         if self.moments is not None:
             self.moments.load_state_dict(state["moments"])
@@ -319,7 +312,7 @@ class EpisodeRecords:
         try:
             self._write(path, step + 1, found)
         except DiskError as error:
-            _log.warning("the record of step %d was not written, the run goes on: %s", step + 1, error)
+            _log.warning("the record of step %d was not written, the run continues: %s", step + 1, error)
             return
         if self.options.save.rollouts:
             self.run.thin(self.run.rollouts, last=self.options.save.rollouts, every=KEPT_EVERY)

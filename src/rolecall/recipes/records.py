@@ -94,7 +94,7 @@ class Records:
             write()
         except DiskError as error:
             self._lost += 1
-            _log.warning("the record of step %d was not written, the run goes on: %s", step, error)
+            _log.warning("the record of step %d was not written, the run continues: %s", step, error)
             return
         mirror = self._mirror if path.parent == self.run.rollouts else None
         if mirror is not None:
@@ -104,7 +104,7 @@ class Records:
                 spare = () if mirror is None else mirror.pending
                 self.run.thin(path.parent, last=last, every=KEPT_EVERY, spare=spare)
             except OSError as error:
-                _log.warning("old records in %s could not be removed, the run goes on: %s", path.parent, error)
+                _log.warning("old records in %s could not be removed, the run continues: %s", path.parent, error)
 
     def _rollouts(self, path: Path, rollout: Rollout) -> Callable[[], None]:
         details = [

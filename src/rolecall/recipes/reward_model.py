@@ -67,12 +67,9 @@ class RewardModelLearner(RowsLearner):
         super().__init__(options, updater=updater, rows=pairs)
 
     def collect(self, step: int) -> list[Pair[Ids]]:
-        """This rank's part of the next pairs."""
         return self.take(step)
 
     def update(self, pairs: Sequence[Pair[Ids]]) -> None:
-        """One optimiser step, unless the gradient is not finite."""
-
         def read(rows: Tensor) -> tuple[Tensor, Tensor]:
             part = [pairs[i] for i in rows.tolist()]
             found = self._scores(part)

@@ -315,11 +315,9 @@ class RLLearner:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """The numbers of the last step."""
         return self._metrics
 
     def explain(self) -> str:
-        """The last step in words."""
         return in_words(self._metrics, self._terms)
 
     def mark(self) -> Callable[[], None]:

@@ -32,12 +32,10 @@ class SFTLearner(RowsLearner):
         self.rule = TrainRule(stop=options.train_stop)
 
     def collect(self, step: int) -> Batch:
-        """The next rows as a batch."""
         batch = collate(self.take(step))
         return dataclasses.replace(batch, verdicts=self.rule.verdicts(batch.roles))
 
     def update(self, batch: Batch) -> None:
-        """One optimiser step."""
         result = self.updater.step(batch, nll, temperature=1.0, place=(self._step, 0))
         if result.skipped:
             self.updater.log_skipped(self._step, result, [f"row {row}" for row in batch.groups.tolist()])

@@ -18,7 +18,6 @@ class StoredAnswers:
         self.store, self.ranks, self.taken = store, ranks or Ranks(), 0
 
     def collect(self, step: int) -> Collected:
-        """The next file."""
         index = self.taken % len(self.store)
         self.taken += 1
         found = self.store.read(index)
@@ -63,7 +62,6 @@ class NoReward:
         raise AssertionError("a reward was asked for in a run that trains on stored answers")
 
     def take_metrics(self) -> dict[str, float]:
-        """Nothing was logged."""
         return {}
 
 

@@ -12,9 +12,11 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 
+from rolecall.errors import UserError
 from rolecall.remote.dialect import Call, ServerLostError, ServerRefusedError
 from rolecall.serving.http import UPLOAD
 from rolecall.visible import visible_text
@@ -76,6 +78,10 @@ class Connection(Call):
     def __init__(self, url: str, *, key: str | None, deadline: float, proxies: bool = False) -> None:
         """An answer must come within `deadline` seconds. The environment's `proxies` are not for servers of a run, which are
         called directly."""
+        try:
+            _ = urlsplit(url).port
+        except ValueError as error:
+            raise UserError(f"{url} is no address: its port is a number up to 65535") from error
         self.url, self._deadline = url, deadline
         self._how: dict[str, Any] = {
             "base_url": url,
@@ -138,7 +144,6 @@ class Connection(Call):
             raise ServerLostError(f"its answer to {path} is not JSON") from error
 
     async def close(self) -> None:
-        """Give up the connections."""
         for client in self._made:
             await client.aclose()
 

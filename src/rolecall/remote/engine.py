@@ -350,7 +350,6 @@ class _ServerFlight(Flight):
         return self._left
 
     def add(self, request: Request, *, deadline: float | None = None) -> Ticket:
-        """Take a request on."""
         self._engine.check(request)
         self._new.append(ticket := Ticket(request=request, deadline=deadline))
         self._left += request.n

@@ -138,7 +138,7 @@ class Fleet:
         server.ready, server.lost = False, why
         if server in self._recoveries or server.out is not None:
             return  # it was lost with all that it was asked
-        _log.warning("%s is lost, what it was asked is asked again: %s", server.url, why)
+        _log.warning("%s is lost, its requests are sent again: %s", server.url, why)
         self._add("servers/lost", 1.0)
         if not any(other.ready for other in self.servers) and self._dark is None:
             self._dark = monotonic()

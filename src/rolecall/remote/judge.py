@@ -5,13 +5,15 @@ network nor the key is open to reward functions. What the policy wrote is put in
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rolecall.errors import UserError, out_of_range
-from rolecall.remote.plain import PlainServer
+from rolecall.remote.plain import PlainServer, TextAnswer
 from rolecall.rewards.calling import no_column, text_of
 from rolecall.rewards.records import Messages, RewardError, Sample, Scored, report_failures
 from rolecall.rewards.verifiers import last_number
@@ -75,7 +77,6 @@ class Judge:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its one name."""
         return (self.name,)
 
     def check_columns(self, columns: Iterable[str]) -> None:
@@ -86,18 +87,35 @@ class Judge:
                 raise RewardError(no_column(self.name, name, there))
 
     def score(self, samples: Sequence[Sample], *, state: Mapping[str, Any] | None = None) -> list[Scored]:
-        """One result per sample, in order."""
+        with self.scoring(state or {}) as asked:
+            asked.add(dict(enumerate(samples)))
+            return asked.finish()
+
+    @contextmanager
+    def scoring(self, state: Mapping[str, Any]) -> "Iterator[_Asked]":
+        """Ask about samples as they come."""
+        asked = _Asked(self)
+        try:
+            yield asked
+        finally:
+            asked.give_up()
+
+    def begin(self, sample: Sample) -> "Future[TextAnswer]":
+        """Ask about a sample, and do not wait for the reply."""
         sampling = Sampling(temperature=0.0, max_new_tokens=self.source.tokens)
-        asked = [[{"role": "user", "content": self.asks(sample)}] for sample in samples]
-        begun = [self.server.begin(prompt, sampling, seed=0, seconds=self.seconds) for prompt in asked]
-        scored = []
-        for sample, reply in zip(samples, begun, strict=True):
-            try:
-                scored.append(self._scored(sample, reply.result().text))
-            except UserError as error:
-                scored.append(self._failure(sample, str(error)))
+        question = [{"role": "user", "content": self.asks(sample)}]
+        return self.server.begin(question, sampling, seed=0, seconds=self.seconds)
+
+    def heard(self, sample: Sample, reply: "Future[TextAnswer]") -> Scored:
+        """What the reply says of it; waits for it."""
+        try:
+            return self._scored(sample, reply.result().text)
+        except UserError as error:
+            return self._failure(sample, str(error))
+
+    def count(self, scored: Sequence[Scored]) -> None:
+        """Name and count those without a score."""
         self._failed += report_failures(self.name, scored)
-        return scored
 
     def asks(self, sample: Sample) -> str:
         """What the judge reads. Braces in what is put in mean nothing."""
@@ -130,8 +148,30 @@ class Judge:
         return {f"rewards/{self.name}/failed": float(failed)}
 
     def close(self) -> None:
-        """Give up the connections."""
         self.server.close()
+
+
+class _Asked:
+    """The samples that a judge was asked about, and its replies."""
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+        self._begun: dict[int, tuple[Sample, Future[TextAnswer]]] = {}
+
+    def add(self, samples: Mapping[int, Sample]) -> None:
+        self._begun |= {number: (sample, self._judge.begin(sample)) for number, sample in samples.items()}
+
+    def poll(self) -> None:
+        pass
+
+    def finish(self) -> list[Scored]:
+        scored = [self._judge.heard(*self._begun[number]) for number in sorted(self._begun)]
+        self._judge.count(scored)
+        return scored
+
+    def give_up(self) -> None:
+        for _, reply in self._begun.values():
+            reply.cancel()
 
 
 def _shown(given: str | Messages) -> str:

@@ -65,7 +65,6 @@ class RolecallDialect(Dialect):
             ) from error
 
     def unable(self, sampling: Sampling) -> str | None:
-        """Nothing."""
         return None
 
     async def generate(self, call: Call, requests: Sequence[Request], *, seconds: float | None) -> list[Completion]:
@@ -99,7 +98,6 @@ class RolecallDialect(Dialect):
         return str(said["hash"])
 
     async def resume(self, call: Call) -> None:
-        """Go on."""
         await call("POST", f"{self._at}/resume")
 
     async def leave(self, call: Call) -> None:

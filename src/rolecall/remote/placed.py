@@ -21,9 +21,9 @@ from time import monotonic, sleep
 from typing import Any
 
 from rolecall.config.parts import EngineOptions
-from rolecall.config.use import KEY_VARIABLE
+from rolecall.config.use import KEY_VARIABLE, server_key
 from rolecall.errors import UserError
-from rolecall.workers.ray_cluster import check_resources, connected, in_words
+from rolecall.workers.ray_cluster import check_resources, connected, in_words, refuse_missing
 
 _PLACE_S = 60.0
 """How long Ray may take to find room that there is."""
@@ -99,7 +99,7 @@ class PlacedServers:
     def __init__(self, model: str, options: EngineOptions, *, count: int) -> None:
         """Waits until all answer. `count` is this process's share of them."""
         needs = {"CPU": float(options.server_cpus), "GPU": options.server_gpus}
-        self.key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(24)
+        self.key = server_key() or secrets.token_urlsafe(24)
         self._ray, self._own = connected(cpus=count * options.server_cpus)
         self._group: Any = None
         self._hosts: list[Any] = []
@@ -113,6 +113,7 @@ class PlacedServers:
             self.urls: tuple[str, ...] = tuple(self._ray.get(waits))
         except self._ray.exceptions.RayError as error:
             self.close()
+            refuse_missing(error)
             raise UserError(f"Ray could not start the servers: {in_words(error)}", exit_code=1) from error
         except BaseException:
             self.close()

@@ -4,13 +4,12 @@ none of its tokens can be trained."""
 import asyncio
 import hashlib
 import logging
-import os
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from rolecall.config.use import KEY_VARIABLE
+from rolecall.config.use import server_key
 from rolecall.errors import UserError
 from rolecall.remote.connection import Background, Connection
 from rolecall.remote.dialect import ServerLostError, ServerRefusedError
@@ -41,7 +40,7 @@ class PlainServer:
         """`model` may be left out where the server has but one. The key is in the environment. A `UserError` if there is no such
         server or model."""
         self.url, self._background, self._room = url.rstrip("/"), Background(), asyncio.Semaphore(_AT_ONCE)
-        key = os.environ.get(KEY_VARIABLE) or os.environ.get("OPENAI_API_KEY")
+        key = server_key("OPENAI_API_KEY")
         self._call = Connection(self.url, key=key, deadline=_SECONDS, proxies=True)
         self._background.connections.append(self._call)
         try:
@@ -142,7 +141,6 @@ class PlainServer:
         raise AssertionError("unreachable")
 
     def close(self) -> None:
-        """Give up the connections."""
         self._background.close()
 
 

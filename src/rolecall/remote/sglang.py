@@ -144,7 +144,6 @@ class SglangDialect(Dialect):
         return None
 
     async def resume(self, call: Call) -> None:
-        """Go on."""
         await _endpoint(call, "POST", "/continue_generation", {})
 
 

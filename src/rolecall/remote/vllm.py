@@ -209,7 +209,6 @@ class VllmDialect(Dialect):
         return None
 
     async def resume(self, call: Call) -> None:
-        """Go on."""
         await _endpoint(call, "POST", "/resume")
 
 

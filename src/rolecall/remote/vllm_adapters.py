@@ -29,7 +29,6 @@ class VllmAdapterDialect(VllmDialect):
         """Of the adapter; None: answers are drawn without one."""
 
     async def generate(self, call: Call, requests: Sequence[Request], *, seconds: float | None) -> list[Completion]:
-        """By the adapter."""
         return await super().generate(self._named(call), requests, seconds=seconds)
 
     async def score(self, call: Call, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -1,9 +1,11 @@
 """Several rewards as one: functions in workers, reward models, judges."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rolecall.rewards.records import Reward, RewardError, Sample, Scored
+from rolecall.rewards.scoring import Scorer, scorer
 
 
 def joined(rewards: Sequence[Reward], *, rows: Iterable[str] | None = None) -> Reward:
@@ -25,7 +27,6 @@ class JoinedReward:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those of all, in order."""
         return tuple(name for reward in self.rewards for name in reward.names)
 
     def check_columns(self, columns: Iterable[str]) -> None:
@@ -35,13 +36,35 @@ class JoinedReward:
             getattr(reward, "check_columns", lambda columns: None)(there)
 
     def score(self, samples: Sequence[Sample], *, state: Mapping[str, Any] | None = None) -> list[Scored]:
-        """One result per sample, in order."""
         each = [reward.score(samples, state=state) for reward in self.rewards]
         return [_together(parts) for parts in zip(*each, strict=True)]
 
+    @contextmanager
+    def scoring(self, state: Mapping[str, Any]) -> Iterator[Scorer]:
+        """Score samples as they come, each reward as it can."""
+        with ExitStack() as stack:
+            yield _Joined([stack.enter_context(scorer(reward, state)) for reward in self.rewards])
+
     def take_metrics(self) -> dict[str, float]:
-        """Those of all."""
         return {name: value for reward in self.rewards for name, value in reward.take_metrics().items()}
+
+
+class _Joined:
+    """The scorers of all rewards as one."""
+
+    def __init__(self, scorers: Sequence[Scorer]) -> None:
+        self._scorers = scorers
+
+    def add(self, samples: Mapping[int, Sample]) -> None:
+        for each in self._scorers:
+            each.add(samples)
+
+    def poll(self) -> None:
+        for each in self._scorers:
+            each.poll()
+
+    def finish(self) -> list[Scored]:
+        return [_together(parts) for parts in zip(*(each.finish() for each in self._scorers), strict=True)]
 
 
 def _together(parts: Sequence[Scored]) -> Scored:

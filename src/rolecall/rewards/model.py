@@ -142,11 +142,9 @@ class RewardModelReward:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its one name."""
         return (self.name,)
 
     def score(self, samples: Sequence[Sample], *, state: Mapping[str, Any] | None = None) -> list[Scored]:
-        """One result per sample, in order."""
         encoded = [self._encode(sample) for sample in samples]
         whole = [ids for ids in encoded if not isinstance(ids, str)]
         scores = iter((score_ids(self.model, whole, token_budget=self.token_budget) - self.settings.offset).tolist())

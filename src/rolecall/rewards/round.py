@@ -181,7 +181,7 @@ class Round:
 
     def _record(self, function: int, index: int, value: Any) -> None:
         if isinstance(value, dict):
-            self._fail(function, index, f"it returned {value['bad']}, which is no number")
+            self._fail(function, index, f"it returned {value['bad']}, which is not a number")
         elif value is not None and (why := out_of_range(value)):
             self._fail(function, index, f"it returned {value}, which {why}")
         else:

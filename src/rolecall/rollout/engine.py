@@ -119,7 +119,6 @@ class LocalFlight(Flight):
         self._cuts = False  # True if a request may end before its answers do
 
     def add(self, request: Request, *, deadline: float | None = None) -> Ticket:
-        """Take a request on."""
         ticket = Ticket(request=request, deadline=deadline)
         self._new.append(self._start(ticket))
         self._cuts |= deadline is not None
@@ -151,7 +150,6 @@ class StreamFlight(Flight):
         ticket.cancelled = True
 
     def step(self) -> list[tuple[Ticket, Completion]]:
-        """The next answer."""
         ended = []
         if not self._flying:
             cuts = [(t, t.cut()) for t in (self._waiting.popleft() for _ in range(len(self._waiting)))]

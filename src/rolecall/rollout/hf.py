@@ -55,7 +55,6 @@ class HFEngine(LocalEngine):
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Take new weights."""
         own = dict(self._model.named_parameters())
         check_weights(weights, {name: p.shape for name, p in own.items()})
         for name, tensor in weights.items():
@@ -63,17 +62,14 @@ class HFEngine(LocalEngine):
         self.version = version
 
     def hash(self) -> str:
-        """The fingerprint of the weights in use."""
         return weights_hash(dict(self._model.named_parameters()), self.dtype)
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids the model knows."""
         return int(self._model.get_input_embeddings().num_embeddings)
 
     @torch.no_grad()
     def score(self, ids: Sequence[int]) -> list[float]:
-        """log p of every token but the first, by the weights that answers are drawn with."""
         return logprobs_of(outputs_of(self._model, torch.tensor([ids])).logits[0, :-1], torch.tensor(ids)[1:])
 
     def open(self) -> Flight:
@@ -172,7 +168,6 @@ class _Waves(LocalFlight):
         return sum(map(len, self._wave)) + sum(map(len, self._new))
 
     def step(self) -> list[tuple[Ticket, Completion]]:
-        """Answer a batch."""
         if not self._wave:
             waiting = [self._new.popleft() for _ in range(len(self._new))]
             self._wave.extend(self._engine.batches([answer for answers in waiting for answer in answers]))

@@ -66,17 +66,14 @@ class NativeEngine(LocalEngine):
         self._conversations.clear()
 
     def hash(self) -> str:
-        """The fingerprint of the weights in use."""
         return self._hash
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids the model knows."""
         return self._decoder.vocabulary
 
     @torch.inference_mode()
     def score(self, ids: Sequence[int]) -> list[float]:
-        """log p of every token but the first, by the weights that answers are drawn with."""
         hidden = self._decoder.prefill(torch.tensor([ids]))[0][0, :-1]
         parts = zip(hidden.split(_SCORED_AT_ONCE), torch.tensor(ids)[1:].split(_SCORED_AT_ONCE), strict=True)
         return [x for rows, targets in parts for x in logprobs_of(self._decoder.logits(rows), targets)]

@@ -204,7 +204,6 @@ class Pinned(Engine):
         self.published.load(weights, version)
 
     def hash(self) -> str:
-        """Its fingerprint."""
         return self.engine.hash()
 
     def open(self) -> Flight:

@@ -29,7 +29,7 @@ from rolecall.rollout.published import Adapter
 from rolecall.rollout.units import CLOSING_S, Asked, Heard, UnitPool
 from rolecall.rollout.worker import Sampler, Setup, Unit
 from rolecall.workers.pool import Broken
-from rolecall.workers.ray_cluster import check_resources, connected, in_words
+from rolecall.workers.ray_cluster import check_resources, connected, in_words, refuse_missing
 
 _log = logging.getLogger("rolecall.rollout")
 
@@ -198,6 +198,7 @@ class RayPool(UnitPool):
             except UserError:
                 raise
             except self._ray.exceptions.RayError as error:
+                refuse_missing(error)
                 self._broke(place, Broken(how="crash", why=in_words(error)), heard)
             except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):
                 self._broke(place, Broken(how="crash", why="it sent something unreadable"), heard)

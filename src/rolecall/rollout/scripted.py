@@ -73,7 +73,6 @@ class _ScriptedFlight(Flight):
         return sum(ticket.request.n for ticket in self._waiting)
 
     def add(self, request: Request, *, deadline: float | None = None) -> Ticket:
-        """Take a request on."""
         self._waiting.append(ticket := Ticket(request=request, deadline=deadline))
         return ticket
 

@@ -311,23 +311,18 @@ class Side(Engine):
         self.pool, self.version = pool, pool.version
 
     def load(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Publish a version, unless it is."""
         if not self.pool.has(version):
             self.pool.load(weights, version)
         self.version = version
 
     def expect(self, version: int, weights: Weights | None, adapter: Weights | None = None) -> None:
-        """As the pool's."""
         self.pool.expect(version, weights, adapter)
 
     def hash(self) -> str:
-        """The fingerprint of its version."""
         return self.pool.hash(self.version)
 
     def open(self) -> Flight:
-        """As the pool's."""
         return StreamFlight(self.stream)
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Answers of its version."""
         return self.pool.stream(requests, self.version)

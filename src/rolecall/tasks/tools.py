@@ -11,7 +11,7 @@ A call that cannot be read, or that fails, is answered with what is wrong, so th
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -61,32 +61,52 @@ def _calls(text: str, tools: Sequence[str]) -> list[tuple[re.Match[str], ToolCal
 def call_tools(text: str, tools: Mapping[str, Callable[..., Any]], *, short: Sequence[str]) -> Step | None:
     """What comes of all calls in a text, counted; None if there is none. `short` are the tools with a short form."""
     calls = find_calls(text, short)
-    answers = [answer_call(call, tools) for call in calls]
+    answers = answer_calls(calls, tools)
     failed = sum(not well for _, well in answers)
     counts = {"tool_calls": float(len(calls)), "tool_failures": float(failed)}
     return Step(messages=[said for said, _ in answers], counts=counts) if calls else None
 
 
-def answer_call(call: ToolCall, tools: Mapping[str, Callable[..., Any]]) -> tuple[Message, bool]:
-    """(the tool's message, whether the call went well). Whatever a tool raises is told to the policy."""
-    error, name = call.error, call.name
-    result: Any = None
-    if error is None and name not in tools:
-        near = get_close_matches(name, tools, n=1)
+def answer_calls(calls: Sequence[ToolCall], tools: Mapping[str, Callable[..., Any]]) -> list[tuple[Message, bool]]:
+    """(the tool's message, whether the call went well) of each. Whatever a tool raises is told to the policy. Async tools run
+    at the same time, when all others have returned."""
+    results = [_called(call, tools) for call in calls]
+    late = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
+    for i, found in zip(late, _all(results[i] for i in late), strict=True):
+        results[i] = _Failed(str(found) or type(found).__name__) if isinstance(found, Exception) else found
+    return [_told(call, result) for call, result in zip(calls, results, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A call that could not be made, or did not go well."""
+
+    why: str
+
+
+def _called(call: ToolCall, tools: Mapping[str, Callable[..., Any]]) -> Any:
+    """What the tool returns; of an async one, what is to be awaited."""
+    if call.error is not None:
+        return _Failed(call.error)
+    if call.name not in tools:
+        near = get_close_matches(call.name, tools, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(tools)}"
-        error = f"there is no tool {name!r}; {hint}"
-    if error is None:
-        arguments = dict(call.arguments)
-        if "" in arguments:
-            first = next(iter(inspect.signature(tools[name]).parameters), None)
-            arguments = {} if first is None else {first: arguments[""]}
-        try:
-            inspect.signature(tools[name]).bind(**arguments)
-            result = awaited(tools[name](**arguments))
-        except Exception as raised:  # a tool may raise anything; the episode goes on
-            error = f"{raised}" or type(raised).__name__
-    content = f"error: {error}" if error is not None else result if isinstance(result, str) else _as_text(result)
-    return {"role": "tool", "name": name or "tool", "content": content}, error is None
+        return _Failed(f"there is no tool {call.name!r}; {hint}")
+    tool, arguments = tools[call.name], dict(call.arguments)
+    if "" in arguments:
+        first = next(iter(inspect.signature(tool).parameters), None)
+        arguments = {} if first is None else {first: arguments[""]}
+    try:
+        inspect.signature(tool).bind(**arguments)
+        return tool(**arguments)
+    except Exception as raised:  # a tool may raise anything; the episode goes on
+        return _Failed(str(raised) or type(raised).__name__)
+
+
+def _told(call: ToolCall, result: Any) -> tuple[Message, bool]:
+    failed = isinstance(result, _Failed)
+    content = f"error: {result.why}" if failed else result if isinstance(result, str) else _as_text(result)
+    return {"role": "tool", "name": call.name or "tool", "content": content}, not failed
 
 
 def awaited(result: Any) -> Any:
@@ -94,11 +114,22 @@ def awaited(result: Any) -> Any:
     that an environment keeps may be used again."""
     if not inspect.isawaitable(result):
         return result
+    (found,) = _all([result])
+    if isinstance(found, BaseException):
+        raise found
+    return found
 
-    async def value() -> Any:
-        return await result
 
-    return _runner().run(value())
+def _all(waiting: Iterable[Awaitable[Any]]) -> list[Any]:
+    """What comes of them, at the same time; of one that raises, what it raises."""
+    begun = list(waiting)
+
+    async def results() -> list[Any]:
+        import asyncio
+
+        return await asyncio.gather(*begun, return_exceptions=True)
+
+    return _runner().run(results()) if begun else []
 
 
 @cache

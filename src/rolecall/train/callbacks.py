@@ -116,7 +116,7 @@ def check_callbacks(given: Any) -> None:
         odd = [name for name in dir(one) if name.startswith("on_") and name not in MOMENTS]
         if odd:
             raise UserError(
-                f"the callback {_name(one)} has {odd[0]}, which is no moment of a run; they are {', '.join(MOMENTS)}"
+                f"the callback {_name(one)} has {odd[0]}, which is not a moment of a run; they are {', '.join(MOMENTS)}"
             )
         if not _methods(one) and not callable(one):
             raise UserError(

@@ -87,7 +87,9 @@ def begin(
     is untouched, so that the run can go on and try again later. Whatever else `write` raises is passed on.
     """
     if keep < 2:
-        raise ValueError(f"keep must be at least 2, got {keep}: a single checkpoint is no fallback if it is damaged")
+        raise ValueError(
+            f"keep must be at least 2, got {keep}: a single checkpoint leaves no fallback if it is damaged"
+        )
     if step < 0:
         raise ValueError(f"step must be 0 or more, got {step}")
     final = root / f"step-{step:06d}"

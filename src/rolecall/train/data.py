@@ -38,13 +38,12 @@ class StreamOrder:
         return {"position": self.position, "taken": self.taken, "row": self._before()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         if "position" not in state:
             raise UserError("this run began with a table of rows, not with a stream: resume it with the same rows")
         self.position, self.taken = int(state["position"]), int(state["taken"])
         if self._before() != state["row"]:
             _log.warning(
-                "the stream gives another row %d than when the checkpoint was written, so the run goes on with other rows; "
+                "the stream gives another row %d than when the checkpoint was written, so the run continues with other rows; "
                 "a stream that is shuffled needs a seed",
                 self.position - 1,
             )
@@ -75,17 +74,15 @@ class RowOrder:
         return chosen
 
     def state_dict(self) -> dict[str, int]:
-        """How far it is."""
         return {"rows": self.rows, "seed": self.seed, "taken": self.taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         if "rows" not in state:
             raise UserError("this run began with a stream, not with a table of rows: resume it with the same rows")
         if (state["rows"], state["seed"]) != (self.rows, self.seed):
             _log.warning(
                 "the checkpoint was taken with %d rows in the order of seed %d; there are %d in that of seed %d now, so "
-                "the run goes on from row %d of a new order",
+                "the run continues from row %d of a new order",
                 *(state["rows"], state["seed"], self.rows, self.seed, int(state["taken"]) % self.rows),
             )
         self.taken = int(state["taken"])

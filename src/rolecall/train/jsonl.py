@@ -46,7 +46,7 @@ class JsonLines:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         except OSError as error:
             if not self._gap:
-                _log.warning("%s takes no more lines (%s); the run goes on without them", self.path, error.strerror)
+                _log.warning("%s takes no more lines (%s); the run continues without them", self.path, error.strerror)
             self._gap += 1
             self.lost += 1
             try:
@@ -100,7 +100,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         for number, line in enumerate(file.read(end).splitlines(), 1):
             record = _parse(line)
             if record is None:
-                raise UserError(f"{path}, line {number}, is no JSON object; bring back a whole copy of it")
+                raise UserError(f"{path}, line {number}, is not a JSON object; bring back a whole copy of it")
             records.append(record)
     return records
 

@@ -126,7 +126,6 @@ class Loop:
         return state | ({"unevaluated": True} if self._unevaluated else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
         self._unevaluated = state.get("unevaluated", False)
         self.best, self.best_step, self._bad = state["best"], state["best_step"], state["bad"]
         self._idle = state.get("idle")
@@ -262,7 +261,7 @@ class Loop:
                 ", everything is saved" if self._done and self.saver.saved == self._done else f", {self.saver.kept()}"
             )
         if lost is not None and self.peers.lost_code not in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
-            raise PeerLost(f"{lost}: {saved}; the same command with --resume goes on") from error
+            raise PeerLost(f"{lost}: {saved}; the same command with --resume continues") from error
         code = stop.exit_code if stop.stop_requested else ExitCode.TERMINATED
         what = f"the evaluation of step {self._done}" if self._unevaluated else f"the rollout of step {self._done + 1}"
         reason = f"{saved}; {what} was dropped"

@@ -15,9 +15,10 @@ import shlex
 import socket
 import stat
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -280,7 +281,9 @@ def join(timeout: float) -> Any:
             exit_code=ExitCode.RETRY,
         )
     left = max(1.0, timeout - (monotonic() - begun))
-    found = _within(left + timeout, lambda: next(iter(rendezvous("env://", timeout=timedelta(seconds=left))))[0])
+    with _aside_unless_joined() as joined:
+        found = _within(left + timeout, lambda: next(iter(rendezvous("env://", timeout=timedelta(seconds=left))))[0])
+        joined.append(found is not None and not isinstance(found, BaseException))
     if isinstance(found, BaseException) and "EADDRINUSE" in str(found):
         raise UserError(
             f"port {os.environ['MASTER_PORT']} (MASTER_PORT) is taken on this host: give another, such as torchrun --master_port "
@@ -326,6 +329,22 @@ def _answers(timeout: float) -> bool:
             return True
         sleep(min(0.2, left))
     return False
+
+
+@contextmanager
+def _aside_unless_joined() -> Iterator[list[bool]]:
+    """What torch says meanwhile is shown only if True is put on the list: C++ frames say less than the error that is raised."""
+    joined, shown = list[bool](), os.dup(2)
+    with tempfile.TemporaryFile() as aside:
+        os.dup2(aside.fileno(), 2)
+        try:
+            yield joined
+        finally:
+            os.dup2(shown, 2)
+            os.close(shown)
+            if joined == [True]:
+                aside.seek(0)
+                os.write(2, aside.read())
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:

@@ -77,17 +77,14 @@ class Lines:
         self._phase_every, self._phase, self._phase_begun, self._phase_last = phase_every_s, "", 0.0, 0.0
 
     def begin(self, title: str, *, start: int, steps: int) -> None:
-        """Name the run."""
         self._rate.begin(start=start, steps=steps)
         _log.info("%s: steps %d to %d", title, start + 1, steps)
 
     def phase(self, name: str) -> None:
-        """Most phases are too short for a line."""
         self._phase, self._phase_begun = name, time.monotonic()
         self._phase_last = self._phase_begun
 
     def advance(self, done: int, total: int, unit: str) -> None:
-        """One line if nothing was said for long."""
         now = time.monotonic()
         if now - max(self._phase_last, self._last) < self._phase_every:
             return
@@ -101,7 +98,6 @@ class Lines:
         _log.info("%s: %d of %d %s, %.3g a second, %s left", self._phase, done, total, unit, rate, left)
 
     def step(self, step: int, metrics: Mapping[str, float], sentence: str) -> None:
-        """One line if the last is old enough."""
         now = time.monotonic()
         if now - self._last < self._every and step != self._rate.steps:
             return
@@ -109,7 +105,6 @@ class Lines:
         _log.info("%s", self._rate.line(step, sentence, of=f"/{self._rate.steps}"))
 
     def say(self, text: str) -> None:
-        """A line."""
         _log.info("%s", text)
 
     def end(self) -> None:

@@ -39,7 +39,7 @@ def run_path(runs: Path, name: str) -> Path:
         )
     path = runs / name
     if path.is_symlink() and path.resolve().parent != runs.resolve():
-        raise RunDirError(f"run {name!r} is a link to {path.resolve()}, outside {runs}; open it where it lies")
+        raise RunDirError(f"run {name!r} is a link to {path.resolve()}, outside {runs}; open it where it is")
     return path
 
 

@@ -43,7 +43,7 @@ class Saver:
         self._completing: tuple[int, Future[Path]] | None = None
 
     def save(self, step: int, extra: dict[str, Any], *, protect: set[int], wait: bool) -> None:
-        """Write a checkpoint; if the disk is full the run goes on and tries again at the next one."""
+        """Write a checkpoint; if the disk is full the run continues and tries again at the next one."""
         if self.run is None:
             if self.parts is not None:
                 self.parts.assist()
@@ -91,4 +91,4 @@ class Saver:
     def _failed(self, step: int, error: DiskError) -> None:
         self.failures += 1
         self.why_not = f" ({error})"
-        self.progress.say(f"checkpoint of step {step} was not written, the run goes on: {error}")
+        self.progress.say(f"checkpoint of step {step} was not written, the run continues: {error}")

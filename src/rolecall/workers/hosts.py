@@ -210,7 +210,7 @@ class RayHosts:
 
     def __init__(self, count: int, *, what: str, option: str | None) -> None:
         """`what` and `option` are for the sentence if there is no room."""
-        from rolecall.workers.ray_cluster import check_resources, connected, in_words
+        from rolecall.workers.ray_cluster import check_resources, connected, in_words, refuse_missing
 
         self._ray, self._own = connected(cpus=count)
         self._actors: list[Any] = []
@@ -222,6 +222,7 @@ class RayHosts:
             self.hosts: tuple[Host, ...] = tuple(self._ray.get(waits, timeout=_PLACE_S))
         except self._ray.exceptions.RayError as error:
             self.close()
+            refuse_missing(error)
             why = f"no room within {_PLACE_S:g} s" if isinstance(error, TimeoutError) else in_words(error)
             raise UserError(
                 f"Ray could not place {what}: {why}; look at `ray status`, then resume", exit_code=75

@@ -107,7 +107,6 @@ class WorkerPool:
         return not self._end.alive
 
     def close(self) -> None:
-        """End the workers."""
         self._end()
 
     def run(

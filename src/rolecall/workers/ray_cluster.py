@@ -9,6 +9,8 @@ from typing import Any
 from rolecall.errors import UserError
 
 _CONNECT_S = 5.0
+_ANSWER_S = 10.0
+"""How long something that listens may take to say that it is Ray."""
 
 
 def connected(*, cpus: float) -> tuple[Any, bool]:
@@ -19,7 +21,7 @@ def connected(*, cpus: float) -> tuple[Any, bool]:
     try:
         import ray
     except ImportError as error:
-        raise UserError("engine.cluster ray needs Ray: pip install 'rolecall[ray]'") from error
+        raise UserError("this needs Ray, which is not installed: pip install 'rolecall[ray]'") from error
     if ray.is_initialized():
         return ray, False
     address = os.environ.get("RAY_ADDRESS")
@@ -56,6 +58,14 @@ def check_resources(ray: Any, count: int, needs: Mapping[str, float], *, what: s
     )
 
 
+def refuse_missing(error: BaseException) -> None:
+    """Say so where what Ray raised is that a machine has no rolecall, or not this one."""
+    if "No module named 'rolecall" in str(error):
+        raise UserError(
+            "a machine of the Ray cluster has no rolecall, or another version of it: install the same on all machines"
+        ) from error
+
+
 def in_words(error: BaseException) -> str:
     """The last line of what Ray says, which names the cause."""
     if type(error).__name__ == "OutOfMemoryError":
@@ -65,14 +75,28 @@ def in_words(error: BaseException) -> str:
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself would try for a minute."""
+    """Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdigit():
         return
+    why = "it is not Ray that listens there, or it hangs"
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S) as there:
+            if os.environ.get("RAY_USE_TLS", "0") != "0" or _speaks_http2(there):
+                return
     except OSError as error:
-        raise UserError(
-            f"no Ray cluster answers at RAY_ADDRESS {address} ({error.strerror or error}): start one with `ray start --head`, "
-            "or leave RAY_ADDRESS out, and one is started here"
-        ) from error
+        why = error.strerror or str(error)
+    raise UserError(
+        f"no Ray cluster answers at RAY_ADDRESS {address} ({why}): start one with `ray start --head`, "
+        "or leave RAY_ADDRESS out, and one is started here"
+    )
+
+
+def _speaks_http2(there: socket.socket) -> bool:
+    """Whether it answers the first bytes of HTTP/2, which carries all that Ray says, with settings of its own (a frame of type 4)."""
+    there.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+    there.settimeout(_ANSWER_S)
+    try:
+        return there.recv(4, socket.MSG_WAITALL)[3:] == b"\4"
+    except TimeoutError:
+        return False

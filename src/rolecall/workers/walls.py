@@ -57,7 +57,7 @@ class Walls:
     """Private memory of a process; None: no limit."""
     network: bool = False
     variables: tuple[str, ...] = ()
-    """Environment variables they see beside the usual ones."""
+    """Environment variables they see in addition to the usual ones."""
     options: tuple[str, str] = ("network", "variables")
     """What the user calls the two above."""
     processes: int = 512

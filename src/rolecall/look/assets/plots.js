@@ -40,7 +40,7 @@
       const log = make("input", { type: "checkbox", id: "log-scale" });
       log.checked = this.log;
       log.addEventListener("change", () => { this.log = log.checked; kept("log", log.checked ? "yes" : "no"); this.each((curve) => curve.rebuild()); });
-      const find = make("input", { type: "search", id: "find-number", placeholder: "name of a number", on: { input: () => this.find(find.value) } });
+      const find = this.wanted = make("input", { type: "search", id: "find-number", placeholder: "name of a number", on: { input: () => this.find(find.value) } });
       this.all = make("button", { type: "button", hidden: "", on: { click: () => this.zoomTo(null) } }, "Show all steps");
       this.bar = make("div", { class: "tools curve-tools" },
         make("label", {}, "Find", find),
@@ -52,15 +52,19 @@
 
     each(action) { for (const curve of this.curves.values()) action(curve); }
 
-    // Adds points behind those that are there; `whole` begins again.
-    take(charts, whole) {
-      if (whole) { this.each((curve) => curve.remove()); this.curves.clear(); }
-      for (const chart of charts) {
+    // Adds points after those that are there; `whole`: these are all, and cards that stay keep the focus. `unread` others were not sent.
+    take(charts, whole, unread = 0) {
+      const names = new Set(charts.map((chart) => chart.name));
+      for (const [name, curve] of whole ? this.curves : []) if (!names.has(name)) { curve.remove(); this.curves.delete(name); }
+      charts.forEach((chart, order) => {
         const held = this.curves.get(chart.name);
-        if (held) held.append(chart);
-        else this.curves.set(chart.name, new Curve(this, chart, this.curves.size));
-      }
+        if (!held) this.curves.set(chart.name, new Curve(this, chart, whole ? order : this.curves.size));
+        else if (whole) held.replace(chart, order);
+        else held.append(chart);
+      });
+      this.unread = unread;
       this.arrange();
+      this.find(this.wanted.value);
     }
 
     arrange() {
@@ -74,6 +78,7 @@
         curve.put(home);
       }
       this.none.hidden = this.curves.size > 0;
+      rest += this.unread;
       this.restBox.hidden = !rest;
       this.restBox.querySelector("summary").textContent = `All other numbers (${rest})`;
       this.flatBox.hidden = !values.length;
@@ -110,7 +115,7 @@
         make("figcaption", {}, make("h4", {}, chart.title), chart.about ? make("p", { class: "about" }, chart.about) : ""), this.place, this.key);
       this.place.curve = this;
       this.card.curve = this;
-      this.index = null;
+      this.index = this.pointed = null; // by keyboard, by anything
       plots.seen.observe(this.card);
       plots.sizes.observe(this.place);
       this.place.addEventListener("keydown", (event) => this.keydown(event));
@@ -139,6 +144,16 @@
       this.plots.sizes.unobserve(this.place);
       this.plot?.destroy();
       this.card.remove();
+    }
+
+    replace(chart, order) {
+      const lines = (of) => JSON.stringify(of.series.map((s) => [s.label, Boolean(s.low)]));
+      const same = lines(chart) === lines(this.chart);
+      if (order !== this.order) this.card.remove();
+      Object.assign(this, { chart, order });
+      if (same) this.draw();
+      else this.rebuild();
+      this.legend();
     }
 
     append(more) {
@@ -214,7 +229,7 @@
         padding: [8, 8, 0, 0],
         legend: { show: false },
         scales: { x: { time: false, range: (u, low, high) => (high > low ? [low, high] : [low - 1, high + 1]) }, y: this.logarithmic() ? { distr: 3 } : { range: (u, low, high) => this.range(low, high) } },
-        axes: [{ ...axis, size: 24, gap: 4, space: 60, incrs: WHOLE }, { ...axis, size: 46, gap: 4, space: 26, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) }],
+        axes: [{ ...axis, size: 24, gap: 4, space: 60, incrs: WHOLE }, { ...axis, size: 46, gap: 4, space: 26, values: (u, ticks) => told(ticks) }],
         series: [{}, ...lines],
         cursor: { drag: { x: true, y: false, setScale: false }, sync: { key: "steps", scales: ["x", null] }, points: { size: 5 }, y: false },
         select: { show: true },
@@ -282,12 +297,13 @@
         return svg;
       };
       this.key.replaceChildren(...this.chart.series.map((s, i) => make("li", {}, swatch(i), s.label, " ", this.values[i])), this.at);
-      this.read(null);
+      this.read(this.pointed < this.chart.xs.length ? this.pointed : null);
     }
 
     // The numbers at a step; the last ones if none is pointed at.
     read(index) {
       const { xs, series } = this.chart;
+      this.pointed = index ?? null;
       if (!xs.length) return;
       const i = index ?? xs.length - 1;
       series.forEach((s, k) => {
@@ -326,79 +342,15 @@
       event.preventDefault();
     }
   }
-  const short = (value) => {
+  const short = (value, digits) => {
     const size = Math.abs(value);
-    if (value !== 0 && (size < 1e-3 || size >= 1e5)) return value.toExponential(1).replace(".0e", "e").replace("e+", "e");
-    return String(Number(value.toPrecision(4)));
+    if (value !== 0 && (size < 1e-3 || size >= 1e5)) return value.toExponential(digits - 3).replace(/\.?0*e\+?/, "e");
+    return String(Number(value.toPrecision(digits)));
+  };
+  const told = (ticks) => { // with as many digits as tell them apart
+    for (let digits = 4; ; digits++) {
+      const words = ticks.map((tick) => (tick === null ? "" : short(tick, digits)));
+      if (digits > 8 || new Set(words.filter(Boolean)).size === words.filter(Boolean).length) return words;
+    }
   };
 
-  // ---- one run ----
-  const findingCards = (found, answers) => found.map((one) => {
-    const where = (steps) => (steps[0] === steps[1] ? `step ${steps[0]}` : `steps ${steps[0]} to ${steps[1]}`);
-    const links = one.evidence.flatMap(([step, row, token]) => [make("a", { href: `${answers}/${step}/${row}${token === null ? "" : `#token-${token}`}` }, `step ${step}, answer ${row}${token === null ? "" : `, token ${token}`}`), " "]);
-    return make("div", { class: "finding" },
-      make("h4", {}, one.kind, " ", make("small", {}, `${one.sure}, ${where(one.steps)}`)),
-      make("p", {}, one.sentence),
-      make("p", { class: "note" }, "Try first: ", make("code", {}, one.setting), `. In our run with this fault, ${one.did}.`),
-      links.length ? make("p", { class: "note" }, "Seen in ", ...links) : "");
-  });
-  const watch = (section) => {
-    const { curves, events, findings, answers } = section.dataset;
-    const plots = new Plots(section);
-    let state = section.dataset.state, source = null, later = null, checked = 0;
-    const look = async () => {
-      checked = Date.now();
-      const box = document.getElementById("findings");
-      try {
-        const { found, marks, error } = await (await fetched(findings)).json();
-        if (error) throw new Error(error);
-        plots.mark(marks);
-        document.querySelector("nav a[href='#doctor']").textContent = found.length ? `Doctor: ${found.length} found` : "Doctor";
-        box.replaceChildren(...(found.length ? findingCards(found, answers) : [make("p", { class: "note" }, "Nothing that rolecall doctor knows of.")]));
-      } catch (error) { box.replaceChildren(make("p", { class: "note" }, error.message)); }
-    };
-    const again = () => { // not with every point: the server makes the page anew
-      if (later !== null) return;
-      later = setTimeout(async () => {
-        later = null;
-        try { await refresh(); } catch (error) { say(error.message); }
-        if (Date.now() - checked > 30000) look();
-      }, 3000);
-    };
-    const begin = async () => {
-      source?.close();
-      try {
-        const held = await (await fetched(curves)).json();
-        if (held.error) throw new Error(held.error);
-        say("");
-        plots.take(held.charts, true);
-        if (document.hidden) return;
-        source = listen(`${events}?seen=${held.seen.join("-")}&state=${state}`, {
-          points: (news) => { plots.take(news.charts || [], false); document.body.dataset.points = news.seen[1]; say(""); again(); },
-          state: (now) => { state = now; again(); look(); },
-          restart: () => { begin(); again(); },
-          gone: ({ why }) => { source.close(); say(why); setTimeout(begin, 2000); },
-        });
-      } catch (error) { say(error.message); setTimeout(begin, 2000); }
-    };
-    whileSeen(() => { begin().then(look); }, () => source?.close());
-  };
-  const curvesSection = document.querySelector("[data-curves][data-events]");
-  if (curvesSection) watch(curvesSection);
-
-  // ---- several runs ----
-  const overlaid = document.querySelector("[data-curves]:not([data-events])");
-  if (overlaid) {
-    const plots = new Plots(overlaid), seconds = Number(overlaid.dataset.again) || 0;
-    const draw = async () => {
-      try {
-        const { charts, error } = await (await fetched(overlaid.dataset.curves)).json();
-        if (error) throw new Error(error);
-        say("");
-        plots.take(charts, true);
-        if (seconds) await refresh();
-      } catch (error) { say(error.message); }
-      if (seconds) setTimeout(draw, seconds * 1000);
-    };
-    draw();
-  }

@@ -46,7 +46,7 @@ CHECKS: tuple[Callable[[RunRecord], Seen | None], ...] = (
 
 
 def findings(run_directory: Path) -> list[Finding]:
-    """What looks wrong with a run, in the order of docs/doctor.md; works while the run goes on."""
+    """What looks wrong with a run, in the order of docs/doctor.md; works while the run continues."""
     files = read_single(run_directory)
     if not files.steps:
         raise UserError(f"{run_directory} has no finished step yet, so there is nothing to look at; let it train first")

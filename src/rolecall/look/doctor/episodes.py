@@ -23,7 +23,7 @@ def no_tool_calls(run: RunRecord) -> Seen | None:
 
 
 def illegal_actions(run: RunRecord) -> Seen | None:
-    """Four turns in ten are no action that the environment knows."""
+    """Four turns in ten are not an action that the environment knows."""
     turns = run.curve("agents/turns")
     for name in _ILLEGAL:
         count = run.counted(f"agents/{name}")
@@ -33,7 +33,7 @@ def illegal_actions(run: RunRecord) -> Seen | None:
         steps = share.lasting(lambda s: s > 0.4)
         if steps is None:
             continue
-        said = f"{share.mean(steps):.0%} of the turns are no legal action ({name})"
+        said = f"{share.mean(steps):.0%} of the turns are not a legal action ({name})"
         paid = run.number("algorithm.entropy_coef", 0.0) > 0
         setting = "--algorithm.entropy_coef 0" if paid else "--sampling.temperature 0.7"
         return Seen("certain", steps, said, setting, run.evidence(steps, lambda a: a.most(-a.column("score"))))

@@ -180,7 +180,7 @@ class RunRecord:
             except FileNotFoundError:  # older steps make room while a run goes on
                 pass
             except (StoreError, OSError) as error:
-                _log.warning("%s; the doctor goes on without it", error)
+                _log.warning("%s; the doctor continues without it", error)
         return self._read[step]
 
 

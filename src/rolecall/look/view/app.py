@@ -35,7 +35,12 @@ def make_app(runs: Runs, *, token: str, port: int, closing: Callable[[], bool] =
         Route("/events", site.table_events),
         Route("/static/{name}", _static),
         Route("/compare", site.page(lambda request: site.pages.compare(_given(request)))),
-        Route("/compare/curves", site.data(lambda request: site.pages.compared_curves(_given(request)))),
+        Route(
+            "/compare/curves",
+            site.data(
+                lambda request: site.pages.compared_curves(_given(request), also_rest="all" in request.query_params)
+            ),
+        ),
         Route(
             "/compare/answers",
             site.page(lambda request: site.pages.same_prompt(_given(request), request.query_params.get("prompt", ""))),
@@ -195,7 +200,7 @@ _STATIC: dict[str, tuple[str, Callable[[], str]]] = {
         "text/javascript",
         lambda: (
             '"use strict";\n(() => {\n'
-            + "\n".join(map(asset, ("page.js", "curves.js", "view.js", "plots.js")))
+            + "\n".join(map(asset, ("page.js", "curves.js", "view.js", "plots.js", "live.js")))
             + "})();"
         ),
     ),

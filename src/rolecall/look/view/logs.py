@@ -3,6 +3,8 @@
 import json
 import os
 from dataclasses import dataclass
+from itertools import compress
+from operator import not_
 from pathlib import Path
 from sys import intern
 from threading import Lock
@@ -22,6 +24,8 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lines: list[Line] = []
+        self.evaluations: list[bool] = []
+        """Whether each of them is about an evaluation."""
         self.generation = 0
         """Grows when what was read before is no longer what the file holds."""
         self.damaged = 0
@@ -50,7 +54,7 @@ class Tail:
 
     def _forget(self, inode: int) -> None:
         self.generation += bool(self._inode)
-        self.lines, self.damaged = [], 0
+        self.lines, self.evaluations, self.damaged = [], [], 0
         self._inode, self._end, self._print = inode, 0, b""
 
     def _take(self, appended: bytes) -> None:
@@ -61,6 +65,7 @@ class Tail:
                 self.damaged += 1
             else:
                 self.lines.append(read)
+                self.evaluations.append(is_evaluation(read))
         self._end += len(whole)
         self._print = (self._print + whole)[-_PRINT:]
 
@@ -91,10 +96,10 @@ class RunLog:
             generation = self._metrics.generation + self._timing.generation
             fresh = seen[0] == generation
             first, second = seen[1:] if fresh else (0, 0)
-            metrics, timing = self._metrics.lines, self._timing.lines
+            metrics, judged, timing = self._metrics.lines, self._metrics.evaluations, self._timing.lines
             return Lines(
-                steps=[line for line in metrics[first:] if not is_evaluation(line)],
-                evaluations=[line for line in metrics if is_evaluation(line)],
+                steps=list(compress(metrics[first:], map(not_, judged[first:]))),
+                evaluations=list(compress(metrics, judged)),
                 timing=timing[second:],
                 seen=(generation, len(metrics), len(timing)),
                 restarted=not fresh and seen != (0, 0, 0),

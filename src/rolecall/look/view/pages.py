@@ -174,9 +174,10 @@ class Pages:
         files, seen = self.files(path), self.runs.log(path).read().seen
         return {"seen": seen, "charts": chart_values(*run_charts(files))}
 
-    def compared_curves(self, ids: Sequence[str]) -> dict[str, Any]:
-        """The curves of several runs, overlaid."""
-        return {"charts": chart_values(*overlaid(groups_of(read_compared(self, _several(ids)))))}
+    def compared_curves(self, ids: Sequence[str], *, also_rest: bool) -> dict[str, Any]:
+        """The curves of several runs, overlaid: the main ones, and how many others there are, or those too."""
+        main, rest = overlaid(groups_of(read_compared(self, _several(ids))), also_rest=also_rest)
+        return {"charts": chart_values(main, rest if also_rest else ()), "rest": len(rest)}
 
     def news(self, run: str, seen: tuple[int, ...]) -> dict[str, Any]:
         """The points of a run's curves that came after those that were seen."""
@@ -248,7 +249,9 @@ def _several(ids: Sequence[str]) -> list[str]:
     once = list(dict.fromkeys(ids))
     if len(once) < 2:
         raise UserError("choose two or more runs to compare")
-    return once[:_COMPARED]
+    if len(once) > _COMPARED:
+        raise UserError(f"{len(once)} runs are more than a page compares: choose at most {_COMPARED}")
+    return once
 
 
 def beginning(text: str, most: int = 90) -> str:

@@ -163,7 +163,7 @@ class Runs:
         """Refuse a run whose files are links to somewhere else."""
         for name in _READ:
             if not self.holds(path / name):
-                raise UserError(f"{path / name} is a link that leads out of {self.root}; open the run where it lies")
+                raise UserError(f"{path / name} is a link that leads out of {self.root}; open the run where it is")
 
     def _read(self, run: str, name: str, path: Path, held_by: bool | None) -> Summary:
         changed = _stamp(path / "metrics.jsonl")[0] or _stamp(path / "run.json")[0] or _stamp(path)[0]

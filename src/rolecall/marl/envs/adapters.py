@@ -53,14 +53,12 @@ class GymEnv:
         self._spaces = seen
 
     def reset(self, seed: int) -> Moment:
-        """Begin an episode."""
         self._steps = 0
         self._before_reset(self._env)
         obs, info = self._env.reset(seed=seed)
         return self._moment(obs, info)
 
     def step(self, actions: Sequence[int]) -> Moment:
-        """One step of all agents."""
         shifted = [a + start for a, start in zip(actions, self._starts, strict=True)]
         obs, reward, ended, cut, info = self._env.step(shifted if self._several else shifted[0])
         self._steps += 1
@@ -92,7 +90,6 @@ class GymEnv:
         )
 
     def close(self) -> None:
-        """Close it."""
         self._env.close()
 
 
@@ -130,13 +127,11 @@ class ParallelEnv:
         )
 
     def reset(self, seed: int) -> Moment:
-        """Begin an episode."""
         self._steps = 0
         obs, infos = self._env.reset(seed=seed)
         return self._moment(obs, infos)
 
     def step(self, actions: Sequence[int]) -> Moment:
-        """One step of the agents that are there."""
         chosen = {agent: actions[self._number[agent]] for agent in self._env.agents}
         obs, rewards, ended, cut, infos = self._env.step(chosen)
         self._steps += 1
@@ -180,7 +175,6 @@ class ParallelEnv:
         )
 
     def close(self) -> None:
-        """Close it."""
         self._env.close()
 
 

@@ -129,14 +129,12 @@ class LocalEnvs:
         self._own = np.arange(self.spec.n_actions) < own[:, None]
 
     def reset(self, seeds: Sequence[int]) -> Frame:
-        """Begin an episode in each."""
         self._frame.faults = {}
         for i, (env, seed) in enumerate(zip(self._envs, seeds, strict=True)):
             self._take(i, lambda env=env, seed=seed: env.reset(seed))  # type: ignore[misc]
         return self._frame
 
     def step(self, actions: NDArray[np.int64], running: NDArray[np.bool_]) -> Frame:
-        """One step in those that are running."""
         self._frame.faults = {}
         chosen = actions.tolist()
         for i in np.flatnonzero(running).tolist():
@@ -144,7 +142,6 @@ class LocalEnvs:
         return self._frame
 
     def close(self) -> None:
-        """Close each."""
         for env in self._envs:
             env.close()
 

@@ -69,7 +69,6 @@ class ForagingEnvs:
         self._step = 0
 
     def reset(self, seeds: Sequence[int]) -> Frame:
-        """New boards."""
         self._step = 0
         self._blocked[:] = self._border.reshape(-1)
         self._food_level[:] = 0

@@ -40,7 +40,6 @@ class MatrixGames:
         return self._frame
 
     def step(self, actions: NDArray[np.int64], running: NDArray[np.bool_]) -> Frame:
-        """One round of every game."""
         self._step += 1
         self._frame.reward[:] = self._payoffs[actions[:, 0], actions[:, 1]][:, None]
         self._frame.truncated[:] = self._step >= self.spec.limit

@@ -103,7 +103,9 @@ def _board(name: str, text: str) -> dict[str, Any]:
     for part in text.split("-"):
         match = _FORAGING.fullmatch(part)
         if match is None:
-            raise EnvError(f"{name!r} is not a foraging board: {part!r} is no part of one, as in lbf:8x8-2p-2f-2s-coop")
+            raise EnvError(
+                f"{name!r} is not a foraging board: {part!r} is not a part of one, as in lbf:8x8-2p-2f-2s-coop"
+            )
         if match["size"]:
             if match["size"] != match["size2"]:
                 raise EnvError(f"{name!r}: boards are square, as in 8x8")

@@ -54,11 +54,9 @@ class PooledEnvs(WorkerPool):
         """Which process the episodes of each place were begun in."""
 
     def reset(self, seeds: Sequence[int]) -> Frame:
-        """Begin an episode in each."""
         return self._round({place: ("reset", list(seeds[rows])) for place, rows in enumerate(self._rows)})
 
     def step(self, actions: NDArray[np.int64], running: NDArray[np.bool_]) -> Frame:
-        """One step in those that are running."""
         live = {place: rows for place, rows in enumerate(self._rows) if running[rows].any()}
         return self._round({place: ("step", actions[rows], running[rows]) for place, rows in live.items()})
 

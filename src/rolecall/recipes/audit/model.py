@@ -47,7 +47,7 @@ def check_stops(subject: Subject, rolled: Rolled) -> Finding:
     if odd := [i for i in stops if not 0 <= i < head or tokenizer.convert_ids_to_tokens(i) is None]:
         return error(
             check,
-            f"stop id {odd[0]} is no token of this model, so it can never be drawn",
+            f"stop id {odd[0]} is not a token of this model, so it can never be drawn",
             f"{ending}; the head has {head} rows, the tokenizer {len(tokenizer)} tokens",
             advice=_where_stops_come_from(own),
         )
@@ -106,8 +106,8 @@ def _goes_on(subject: Subject, rolled: Rolled, ending: str) -> Finding | None:
     cut = sum(c.finish is Finish.LENGTH for c in rolled.completions)
     return error(
         "stop-ids",
-        f"the model writes {named(tokenizer, token)} and goes on: it is probably its end of turn, and no stop id",
-        f"it stands in {share(held[token], len(rolled.completions))} answers, of which {cut} ran to the length limit",
+        f"the model writes {named(tokenizer, token)} and goes on: it is probably its end of turn, but not a stop id",
+        f"it occurs in {share(held[token], len(rolled.completions))} answers, of which {cut} ran to the length limit",
         ending,
         advice=f"add {token} to eos_token_id in generation_config.json, or give --sampling.stop_ids {token}",
     )

@@ -57,7 +57,7 @@ def roll(setup: Setup, prompts: Prompts, *, scored: bool = True) -> Rolled:
             rows.append(index)
             requests.append(request)
     if not requests:
-        return Rolled(failure="no prompt of the first step can be put to the model")
+        return Rolled(failure="no prompt of the first step can be given to the model")
     start = perf_counter()
     completions = setup.engine.generate(requests)
     seconds = perf_counter() - start

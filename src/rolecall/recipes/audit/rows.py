@@ -1,4 +1,4 @@
-"""Checks of the rows: prompts that cannot be put to the model, lengths, duplicates, held-out rows, what a tokenizer loses."""
+"""Checks of the rows: prompts that cannot be given to the model, lengths, duplicates, held-out rows, what a tokenizer loses."""
 
 import json
 import re
@@ -43,7 +43,7 @@ class Prompts:
     ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """The tokens of the first ones that can be rendered."""
     broken: dict[int, str] = field(default_factory=dict)
-    """Prompts that cannot be put to the model, and why."""
+    """Prompts that cannot be given to the model, and why."""
     too_long: dict[int, int] = field(default_factory=dict)
     """Prompts that fill the context, and how many tokens they have."""
     tight: dict[int, int] = field(default_factory=dict)
@@ -89,7 +89,7 @@ def look_at_prompts(setup: Setup) -> Prompts:
 
 
 def check_prompts(setup: Setup, prompts: Prompts) -> Finding:
-    """Whether every prompt can be put to the model."""
+    """Whether every prompt can be given to the model."""
     check, rows = "prompts", setup.rows
     if not setup.template and setup.conversational:
         return skipped(check, "prompts are messages and the model has no chat template")
@@ -97,11 +97,11 @@ def check_prompts(setup: Setup, prompts: Prompts) -> Finding:
         index, why = next(iter(prompts.broken.items()))
         return error(
             check,
-            f"{share(len(prompts.broken), prompts.rows)} prompts cannot be put to the model",
+            f"{share(len(prompts.broken), prompts.rows)} prompts cannot be given to the model",
             f"{place_of(rows, index)}: {why}",
             advice="put these rows right, or leave them out",
         )
-    return ok(check, f"all {prompts.rows:,} prompts looked at can be put to the model")
+    return ok(check, f"all {prompts.rows:,} prompts looked at can be given to the model")
 
 
 def check_lengths(setup: Setup, prompts: Prompts) -> Finding:
@@ -143,7 +143,7 @@ def check_duplicates(setup: Setup, prompts: Prompts) -> Finding:
         a, b = other[0]
         return warning(
             check,
-            f"{len(other)} prompts stand twice with different answers",
+            f"{len(other)} prompts occur twice with different answers",
             f"{place_of(setup.rows, a)} and {place_of(setup.rows, b)}: {quoted(setup.rows[a].get('prompt'))} has "
             f"{quoted(gold_of(setup, setup.rows[a]))} and {quoted(gold_of(setup, setup.rows[b]))}",
             advice="keep one of the answers, or let the prompt say what tells them apart",
@@ -254,7 +254,7 @@ def check_round_trip(
     if len(broken) > _MANY_BROKEN * len(answers):
         return warning(
             check,
-            f"{share(len(broken), len(answers))} sampled answers hold bytes that are no character: rewards read � there",
+            f"{share(len(broken), len(answers))} sampled answers hold bytes that are not a character: rewards read � there",
             quoted(_decoded(tokenizer, broken[0])),
             advice="start from a model that writes text (a fresh one does not), or check that the tokenizer is the model's",
         )

@@ -1,4 +1,10 @@
-"""An agent of LangGraph with a tool, as its documentation shows them."""
+"""An agent of LangGraph with a tool, as its documentation shows them, and how to train it.
+
+    pip install langgraph langchain-openai
+    rolecall rl --agent examples/langgraph_agent.py:run --rows data.jsonl --steps 50
+
+The rows have a `prompt` and an `answer`. The model's chat template must show tools.
+"""
 
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
