@@ -55,7 +55,8 @@ page is open and the server is stopped ({{pairs}} pairs, each kind first in turn
 |---|---|---|
 {{ratios}}
 
-The server is a process of its own with a lower priority and reads files only while a page is open. In {{viewed:.0f}} s of training with
+The browser drew on the same cores, and wall time counts that too. The server is a process of its own with a lower priority
+and reads files only while a page is open. In {{viewed:.0f}} s of training with
 the page open it used {{server:.1f}} s of processor time.
 
 """
