@@ -125,6 +125,7 @@ def test_survivors_that_a_page_lists_are_explained(capsys):
     assert mutants[1].key not in printed
 
 
+@pytest.mark.slow
 def test_a_wrong_edit_is_noticed_an_equal_one_survives_and_nothing_is_run_twice(toy, capsys):
     mutants = run(settings(), toy)
     verdicts = {m.key.split(": ", 1)[1]: toy.results[m.key]["noticed"] for m in mutants}

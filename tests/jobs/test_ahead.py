@@ -101,7 +101,9 @@ def test_the_bytes_do_not_depend_on_how_long_anything_takes(finished, tmp_path_f
     assert differing(out, finished / str(ahead)) == []
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("ahead", 1), ("ahead-agents", 2), ("ahead-replay", 3)])
+@pytest.mark.parametrize(
+    ("kind", "seed"), [("ahead", 1), pytest.param("ahead-agents", 2, marks=pytest.mark.slow), ("ahead-replay", 3)]
+)
 def test_killed_at_random_moments_and_resumed_it_ends_with_the_same_bytes(tmp_path, kind, seed):
     """Three kinds of run: answers, episodes and replay. Each is killed in a save, stopped and killed."""
     result = interrupt(kind, tmp_path, seed=seed, saves=1, terms=2)
